@@ -49,7 +49,7 @@ const VARIANTS: &[(&str, &str, &[&str])] = &[
 /// Images of PTX alone: they call what no library of ours has, and the driver resolves when it compiles them.
 const PTX_ONLY: &[&str] = &["round_end_loop"];
 
-/// What an image holds of an architecture: PTX for GPUs to come, which their driver compiles when it loads an image
+/// Content of an image for an architecture: PTX for GPUs to come, which their driver compiles when it loads an image
 /// (seconds), and machine code for those of today: `sm_80` runs on every 8.x.
 const CODE: &[(&str, &str)] = &[("80", "[compute_80,sm_80,sm_90]"), ("90a", "sm_90a")];
 
@@ -78,7 +78,7 @@ const INPUTS: &[&str] = &[
     "DOCS_RS",
 ];
 
-/// Why there is no PTX.
+/// Reason why there is no PTX.
 enum Failure {
     /// This machine has no way to compile it: a build without kernels is an honest answer.
     NoCompiler(String),
@@ -154,7 +154,7 @@ fn is_set(name: &str) -> bool {
     env::var(name).is_ok_and(|v| !matches!(v.as_str(), "" | "0"))
 }
 
-/// What is compiled from a file of `cuda/`, which is its name and `.cu`, under some macros.
+/// An image compiled from a file of `cuda/`, which is its name and `.cu`, under some macros.
 struct KernelImage {
     name: String,
     file: String,
@@ -234,7 +234,7 @@ fn find_nvcc() -> Result<PathBuf, Failure> {
             Err(why) => seen.push(format!("{origin}: {}: {why}", path.display())),
         }
         if origin == "NVCC" {
-            // What the user named is used or refused, never silently replaced.
+            // A compiler that the user named is used or refused, never silently replaced.
             return Err(Failure::Broken(format!("{}\n{ADVICE}", seen.join("\n"))));
         }
     }
@@ -352,7 +352,7 @@ fn compile(nvcc: &Path, root: &Path, image: &KernelImage, arch: &str, out: &Path
     if fs::read_to_string(&stamp).is_ok_and(|old| old == key) && out.join(&file).is_file() {
         return Ok(entry(name, arch, &file, ptx_version(ptx)?));
     }
-    let _ = fs::remove_file(&stamp); // nothing there is whole until the new one stands
+    let _ = fs::remove_file(&stamp); // without it, no file there counts as whole
     // Relative source path: what the compiler writes about its input does not depend on where the checkout lies.
     let output = Command::new(nvcc)
         .current_dir(root)

@@ -98,7 +98,7 @@ def vllm_block_pool() -> Any:
 
 
 def function_of(path: Any, name: str) -> Any:
-    """One function of a file that does not import, by its syntax tree."""
+    """Return one function of a file that does not import, by its syntax tree."""
     tree = ast.parse(path.read_text())
     found: list[ast.stmt] = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name]
     future = ast.parse("from __future__ import annotations").body
@@ -199,7 +199,7 @@ class SglangRounds(Batch):
         before, during, after = self.plan()
         prefix, seq = torch.tensor(before), torch.tensor(during)
         new = [d - b for d, b in zip(during, before, strict=True)]
-        # Where in what the round allocates the overshoot lies, and what stays: known before any page is.
+        # Offset of the overshoot in what the round allocates, and of what stays: known before any page is.
         starts = [sum(new[:i]) for i in range(self.batch)]
         keep = [a - b for a, b in zip(after, before, strict=True)]
         over = torch.cat([torch.arange(s + k, s + n) for s, k, n in zip(starts, keep, new, strict=True)])
@@ -376,7 +376,7 @@ def bench_rounds(driver: Driver, block_pool: Any, allocators: tuple[Any, Any], r
 
 
 def free_pages(rounds: Any, page: int) -> int:
-    """Free pages of whatever pool the rounds use."""
+    """Return the free pages of the pool that the rounds use."""
     if isinstance(rounds, VllmRounds):
         return int(rounds.pool.get_num_free_blocks())
     if isinstance(rounds, SglangRounds):

@@ -1,4 +1,4 @@
-"""What a call into the Rust core costs from Python, on operands so small that the work itself is next to nothing.
+"""Cost of a call into the Rust core from Python, on operands so small that the work itself is next to nothing.
 
 The engine makes some 70 such calls a decode pass. For comparison: torch's own `mul(out=)` on the same tensors, and
 the Python protocol `Tensor.__dlpack__`, which the bindings go around (DLPack's C exchange API).

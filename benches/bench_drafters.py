@@ -1,4 +1,4 @@
-"""What sources of drafts bring: tokens a round, and speed over plain decoding, by kind of work.
+"""Gains from sources of drafts: tokens a round, and speed over plain decoding, by kind of work.
 
 ``LLM(speculative=False)`` against the same model with drafts of the head, of the text itself (suffix), of both and
 recycled tokens, and of the default without a head. Whole requests, prompt included, one at a time, one kernel thread.
@@ -62,7 +62,7 @@ def engine(drafters: Sequence[str] | None) -> LLM:
 
 
 class Told:
-    """A target that goes on with a given text, at whatever it costs to run the real one."""
+    """A target that goes on with a given text, at the cost of running the real one."""
 
     def __init__(self, llm: LLM) -> None:
         target: Any = llm._runner.executor.target
@@ -99,7 +99,8 @@ Took = tuple[float, float]  # seconds, and those before the first token
 
 
 def row(pairs: Sequence[tuple[Took, Took, RequestOutput]]) -> dict[str, Any]:
-    """Of one kind: seconds of plain decoding and with drafts, and the output of the latter, of each task."""
+    """Return the figures of one kind: for each task the seconds of plain decoding and with drafts, and the output of
+    the latter."""
     outputs = [out for _, _, out in pairs]
     rounds = sum(o.rounds for o in outputs)
     decoding = [(plain[0] - plain[1], took[0] - took[1]) for plain, took, _ in pairs]
@@ -114,7 +115,7 @@ def row(pairs: Sequence[tuple[Took, Took, RequestOutput]]) -> dict[str, Any]:
 def counted(length: int, temperature: float, kind: str, mix: str) -> dict[str, Any]:
     """A row by priced passes."""
     pairs = []
-    with engine(None) as plain, engine(MIXES[mix]) as llm:  # which has learnt nothing of other kinds
+    with engine(None) as plain, engine(MIXES[mix]) as llm:  # new engines have learnt nothing of other kinds
         alone, other, counter, told = Counter(plain), Told(plain), Counter(llm), Told(llm)
         for seed, task in enumerate(TASKS[kind]):
             prompt = ids(llm, task)
@@ -128,13 +129,13 @@ def counted(length: int, temperature: float, kind: str, mix: str) -> dict[str, A
     return row(pairs)
 
 
-InStep = list[tuple[float, float, RequestOutput]]  # of both engines, the one with drafts first
+InStep = list[tuple[float, float, RequestOutput]]  # figures of both engines, the one with drafts first
 
 
 def by_the_clock(
     drafters: Sequence[str] | None, tasks: Sequence[Task], length: int, temperature: float, repeats: int
 ) -> list[list[InStep]]:
-    """A pair of engines over the same weights: of each task, ``repeats`` requests behind one that warms up."""
+    """Time a pair of engines over the same weights: for each task, ``repeats`` requests behind one that warms up."""
     found: list[list[InStep]] = []
     with engine(None) as plain, engine(drafters) as llm:
         plain._runner.executor.target = llm._runner.executor.target  # type: ignore[attr-defined]
@@ -164,7 +165,7 @@ def timed(length: int, engines: int, repeats: int, temperature: float, kind: str
 def of_pairs(each: Sequence[list[list[InStep]]]) -> dict[str, Any]:
     """A row by the runs of several pairs of engines."""
     pairs = []
-    for runs in zip(*each, strict=True):  # of a task
+    for runs in zip(*each, strict=True):  # runs of one task
         both = [run for some in runs for run in some]
         # A pass over a prompt takes once and a half as long in one second as in the next, so each run is its own peer.
         whole = statistics.median(alone[0] / drafted[0] for drafted, alone in both)
@@ -183,7 +184,7 @@ def worst(rows: dict[str, Any]) -> dict[str, Any]:
 
 
 def one_thread() -> None:
-    """One thread, whoever measures."""
+    """Let the process use one thread."""
     core.set_num_threads(1)
     torch.set_num_threads(1)
 
@@ -195,7 +196,7 @@ def apart(cores: Any) -> None:
 
 
 def physical() -> list[int]:
-    """Processors that this process may use, one of each core."""
+    """Return the processors that this process may use, one of each core."""
     found: dict[str, int] = {}
     for cpu in sorted(os.sched_getaffinity(0)):
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")

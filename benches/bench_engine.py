@@ -37,7 +37,7 @@ ENGLISH = [
 
 
 def prompt_sets(llm: LLM, count: int) -> dict[str, list[list[int]]]:
-    """From the end of the held-out prompts, since the tree policy was tuned on the first 16.
+    """Return sets of prompts, from the end of the held-out ones, since the tree policy was tuned on the first 16.
 
     What the draft head knows, what it has not seen, and what nobody can predict.
     """
@@ -122,7 +122,8 @@ def main() -> None:
     llm, plain = LLM(max_batch=1, prefix_cache=False), LLM(max_batch=1, prefix_cache=False, speculative=False)
     hf = AutoModelForCausalLM.from_pretrained(assets.model_dir(), dtype=torch.float32)
     hf.generation_config.pad_token_id = 0
-    hf.generation_config.eos_token_id = None  # as ignore_eos: min_new_tokens would forbid EOS, and change the text
+    # Has the effect of ignore_eos: min_new_tokens would forbid EOS, and change the text.
+    hf.generation_config.eos_token_id = None
     results: dict[str, Any] = {}
     for name, prompts in prompt_sets(llm, args.prompts).items():
         engines = {
@@ -143,7 +144,8 @@ def main() -> None:
 def beside_transformers(
     hf: Any, engines: dict[str, Decode], prompts: list[list[int]], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Apart from the engines' own comparison: torch's threads spin on for a while and would slow whoever is next."""
+    """Compare with transformers, apart from the engines' own comparison: torch's threads spin on for a while and would
+    slow the next one."""
     engines = {
         **engines,
         "transformers eager": transformers_decoder(hf, args.max_tokens),

@@ -33,7 +33,7 @@ ROTATE_BYTES = 40 << 20
 
 F16_ROWS = (1, 4, 8)
 PLACES = {"L2": (192, 320, 1), "L3": (1792, 320, 1), "memory": (1792, 320, 100), "memory, large": (4096, 4096, 4)}
-"""Where f32 weights lie that are used in turn: n, k, how many. In f16 a hundred are 115 MB."""
+"""Places of f32 weights that are used in turn: n, k, how many. In f16 a hundred are 115 MB."""
 
 Product = Callable[[torch.Tensor, int], torch.Tensor]
 
@@ -65,7 +65,7 @@ def products(n: int, k: int, m: int, copies: int) -> dict[str, Product]:
 
 
 def row_invariant(product: Product, k: int) -> bool:
-    """Whether row 0 has the same bits alone as among 2 to 16 rows."""
+    """Return whether row 0 has the same bits alone as among 2 to 16 rows."""
     x = torch.randn(16, k)
     alone = product(x[:1].contiguous(), 0)[0].clone()
     return all(torch.equal(product(x[:m].contiguous(), 0)[0], alone) for m in range(2, 17))

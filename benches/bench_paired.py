@@ -52,7 +52,7 @@ def binary(checkout: Path, name: str) -> Path:
 
 
 def ratios(drivers: tuple[Driver, Driver, Driver], words: tuple[Any, ...], pairs: int) -> dict[str, Any]:
-    """One question, asked in turns: old, new, and the second old."""
+    """Ask one question in turns: old, new, and the second old."""
 
     def ask(driver: Driver) -> float:
         answer = driver.ask(*words)

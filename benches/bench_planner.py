@@ -60,7 +60,7 @@ def functions() -> SimpleNamespace:
     names: dict[str, Any] = {
         "torch": torch,
         "_is_cpu": True,
-        "get_compiler_backend": lambda: "inductor",  # what sglang's answers on a CPU
+        "get_compiler_backend": lambda: "inductor",  # sglang's answer on a CPU
         "CaptureHiddenMode": hidden,
         "ForwardBatch": SimpleNamespace(init_new=lambda *_, **__: None),
     }
@@ -130,7 +130,7 @@ class Peer:
             )
 
     def check(self) -> None:
-        """The draft's slots are those of the holey layout: ``base + b*n*P + r + s``."""
+        """Check that the draft's slots are those of the holey layout: ``base + b*n*P + r + s``."""
         got = self.prepare().view(self.batch, K, S)
         for i, n in enumerate(self.lens.tolist()):
             rest = n % self.page

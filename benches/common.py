@@ -1,4 +1,5 @@
-"""What the Python benches share: the machine, peers' wheels at pinned versions, interleaved timing, results as JSON.
+"""Parts that the Python benches share: the machine, peers' wheels at pinned versions, interleaved timing, results as
+JSON.
 
 A figure is a ratio of medians, taken in one run with the candidates taking turns, their results checked equal.
 Results go to ``benches/results/<name>.json`` with the commit, the machine and the versions they belong to.
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("SPECRS_DEVICE", "cpu")  # what benches/gpu measures names the GPU
+os.environ.setdefault("SPECRS_DEVICE", "cpu")  # scripts of benches/gpu name the GPU themselves
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benches" / "results"
@@ -29,7 +30,7 @@ VERSIONS = ("torch", "transformers", "numpy")
 
 
 def peers_dir() -> Path:
-    """Where peers' files lie: ``$PEERS_DIR`` or the git-ignored ``.peers`` of the repository."""
+    """Return the directory of peers' files: ``$PEERS_DIR`` or the git-ignored ``.peers`` of the repository."""
     path = Path(os.environ.get("PEERS_DIR", ROOT / ".peers"))
     path.mkdir(parents=True, exist_ok=True)
     return path

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from gate_texts import PROSE
 
-VOCAB = 8192  # of the model in the package
+VOCAB = 8192  # vocabulary of the model in the package
 
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt, and what its author expects of the output.
+    """A prompt, and its author's expectation of the output.
 
     Attributes:
         prompt: text, or token ids.
@@ -102,7 +102,7 @@ def write_records(path, records, separator=","):
 
 
 def _edits(done: bool, predicted: bool = True) -> list[Task]:
-    """A file, then the same file with a change begun; ``done``: and its rest, as asked for."""
+    """Make tasks of a file, then the same file with a change begun; ``done``: and its rest, as asked for."""
     tasks = []
     for file, old, new in ((_LEDGER, "amount", "value"), (_QUEUE, "entry", "item"), (_READER, "records", "rows")):
         changed = file.replace(old, new)
@@ -136,7 +136,7 @@ def _quotes(done: bool) -> list[Task]:
 
 
 def _tools() -> list[Task]:
-    """Calls of a tool, one like the other."""
+    """Make tasks of calls of a tool, each like the others."""
     tasks = []
     for tool, cities in (
         ("get_weather", ("Lund", "Graz", "Bern", "Cork")),
@@ -153,7 +153,7 @@ def _tools() -> list[Task]:
 
 
 def _turns() -> list[Task]:
-    """A talk whose answers take up what was said before."""
+    """Make tasks of a talk whose answers take up earlier messages."""
     talk = (
         "User: How do I read a file by lines?\n"
         "Assistant: with open(path) as lines:\n    for line in lines:\n        print(line.rstrip())\n"

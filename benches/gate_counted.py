@@ -1,4 +1,4 @@
-"""What the default of speculation costs and brings, counted instead of timed: real requests, priced passes.
+"""Costs and gains of speculation by default, counted instead of timed: real requests, priced passes.
 
 Each pass of the engine is priced by a table that was measured on a quiet machine, and the engine's clock shows the sum
 of the prices, so that neither a noisy neighbour nor a throttled core enters: the figures repeat to the last digit. Left
@@ -44,7 +44,7 @@ class Counter:
     """The sum of prices of the passes that an engine has run; the clock of one that drafts by default.
 
     Attributes:
-        seconds: so far.
+        seconds: sum of the seconds so far.
         first_token: seconds that the first token of the last `price` took.
     """
 
@@ -55,7 +55,7 @@ class Counter:
         overhead = Frozen([PLAIN, SPECULATIVE], [ms / 1e3 for ms in BESIDE])
         self.costs = Costs(**tables, overhead=overhead)
         self._price(runner.executor.target, "forward", lambda n: self.costs.target.at(n))
-        # What Python spends beside the passes of a round.
+        # Seconds that Python spends beside the passes of a round.
         for name, ms in (("plain_round", BESIDE[0]), ("spec_round", BESIDE[1])):
             self._charge(runner.drafting.speculation, name, ms / 1e3)
         if llm.speculative:
@@ -93,7 +93,7 @@ class Counter:
 
     @contextmanager
     def clock(self) -> Iterator[None]:
-        """Within the context, engines that draft by default read this clock."""
+        """Within the context, let engines that draft by default read this clock."""
         modules: tuple[Any, ...] = (speculation_module, runner_module, gathering_module)
         asks: Any = DraftSession.propose
 
@@ -167,7 +167,7 @@ class Twins:
         return self._llms[0].encode(text)
 
     def run(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> tuple[float, float, list[Any]]:
-        """Seconds of plain decoding, of the default, and the outputs."""
+        """Return seconds of plain decoding, of the default, and the outputs."""
         each = zip(self._counters, self._llms, strict=True)
         (took, outputs), (alone, plain) = [counter.price(prompts, params, llm) for counter, llm in each]
         assert [o.token_ids for o in outputs] == [o.token_ids for o in plain], "speculation must not change the tokens"
@@ -186,7 +186,7 @@ def _params(length: int, temperature: float, seed: int) -> SamplingParams:
 
 
 def _row(rows: dict[str, Any], name: str, runs: Sequence[tuple[float, float]]) -> None:
-    """One more row: pairs of plain and default seconds."""
+    """Add a row: pairs of plain and default seconds."""
     ratio = sum(plain for plain, _ in runs) / sum(took for _, took in runs)
     rows[name] = {"ratio": round(ratio, 4), "requests": [round(plain / took, 3) for plain, took in runs]}
     print(f"counted: {name}: {rows[name]['ratio']:.3f}  {rows[name]['requests']}", flush=True)
@@ -202,14 +202,14 @@ class Fresh:
         self._default: tuple[Counter, LLM] | None = None
 
     def begin(self) -> None:
-        """From now on a new default engine."""
+        """Use a new default engine from now on."""
         if self._default is not None:
             self._default[1].close()
         llm = LLM(**self._options)
         self._default = Counter(llm), llm
 
     def run(self, text: str, length: int, temperature: float, seed: int) -> tuple[float, float, Any]:
-        """Seconds of plain decoding, of the default, and its output."""
+        """Return seconds of plain decoding, of the default, and its output."""
         assert self._default is not None
         params, key = [_params(length, temperature, seed)], (text, length, temperature, seed)
         if key not in self._known:
@@ -228,7 +228,7 @@ def _geometric(runs: Sequence[tuple[float, float, Any]]) -> float:
 
 
 def first_requests(fresh: Fresh, lengths: Sequence[int], temperatures: Sequence[float]) -> dict[str, Any]:
-    """What the first request of a new engine gains on code that drafts foretell, and its tokens a round."""
+    """Return the gain of a new engine's first request on code that drafts foretell, and its tokens a round."""
     rows: dict[str, Any] = {}
     for temperature in temperatures:
         for length in lengths:
@@ -287,7 +287,7 @@ def mixed(fresh: Fresh, count: int = 200) -> dict[str, Any]:
 
 
 def counted(lengths: list[int], temperatures: list[float], turns: int = 128) -> dict[str, Any]:
-    """Ratios of plain decoding's price to that of the default, for each kind of text, temperature and length.
+    """Return ratios of plain decoding's price to that of the default, for each kind of text, temperature and length.
 
     Beside whole requests: second turns of a chat (``turns`` tokens each) with the prefix cache, which an engine has by
     default; requests that end long before their limit; and batches of `BATCH`.
@@ -319,7 +319,7 @@ def _chats(rows: dict[str, Any], temperatures: Sequence[float], length: int) -> 
 
 
 def _short(rows: dict[str, Any], temperatures: Sequence[float]) -> None:
-    """The limit says 512; a stop token ends them. New engines, to whom nothing tells so."""
+    """Add rows of short requests: the limit says 512, but a stop token ends them. New engines cannot know that."""
     for temperature in temperatures:
         runs = []
         for prompts in KINDS.values():

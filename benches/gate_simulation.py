@@ -21,13 +21,13 @@ class Simulated:
     """A request.
 
     Attributes:
-        account: what drafts may lose it.
-        tokens: its limit.
-        chance: that a draft token is accepted.
+        account: account of the loss that drafts may cause.
+        tokens: limit of the request's tokens.
+        chance: probability that a draft token is accepted.
         ends: tokens at which it ends by itself.
         produced: tokens so far.
         lag: features that wait; ``None`` where the head is ready to draft.
-        rounds: those that drafted.
+        rounds: number of rounds that drafted.
         follows: the head follows it.
     """
 
@@ -43,13 +43,13 @@ class Simulated:
 
 @dataclass
 class Decoded:
-    """What requests that ran together took.
+    """Figures of requests that ran together.
 
     Attributes:
-        requests: those that ran.
+        requests: requests that ran.
         took: rounds of plain decoding, of each request that waited for them.
         tokens: drawn in all.
-        behind: what had been lost before each round, and at the end.
+        behind: loss before each round, and at the end.
         drawn: tokens by then.
     """
 
@@ -125,7 +125,7 @@ def _round(
     gain = (batch + sum(drawn.values())) / batch / (seconds / plain)
     wins: list[float] = []
     for r in live:
-        accepted = min(drawn.get(id(r), 0), r.ends - r.produced - 1)  # what came after the end won nothing
+        accepted = min(drawn.get(id(r), 0), r.ends - r.produced - 1)  # tokens after the end won nothing
         r.produced += accepted + 1
         done.tokens += accepted + 1
         if id(r) in drawn:
@@ -140,7 +140,7 @@ def _round(
 
 
 def _room(p: TreePolicy, r: Simulated, batch: int) -> float:
-    """As `AdaptiveTree` asks the policy."""
+    """Return the room for drafts, asked of the policy as `AdaptiveTree` asks."""
     if not r.follows:
         return -math.inf
     wait = p.wait(r.account, batch, r.produced, r.lag)
@@ -157,8 +157,8 @@ def begin(
     """A new request, as the engine admits it.
 
     Args:
-        p: of its engine.
-        tokens: its limit.
+        p: policy of the engine.
+        tokens: limit of the request's tokens.
         chance: see `Simulated`.
         batch: requests that run with it, itself included.
         ends: see `Simulated`; by default at its limit.
@@ -180,7 +180,7 @@ def together(p: TreePolicy, requests: Sequence[Simulated], rng: random.Random) -
 
 
 def request(p: TreePolicy, tokens: int, chance: float, rng: random.Random, ends: int | None = None) -> Decoded:
-    """One request by itself."""
+    """Decode one request by itself."""
     return together(p, [begin(p, tokens, chance, ends=ends)], rng)
 
 

@@ -1,4 +1,4 @@
-"""Engines timed on one request in step: whoever has produced least goes next.
+"""Engines timed on one request in step: the one that has produced least goes next.
 
 A neighbour on a shared machine slows for seconds. Requests that run one after the other meet different neighbours;
 engines that take turns within a request meet the same. Steps alternate in who is first, so what one leaves in the
@@ -17,11 +17,12 @@ from specrs.engine import RequestOutput
 def in_step(
     engines: Sequence[LLM], prompt: str | Sequence[int], params: SamplingParams, first: int = 0
 ) -> list[tuple[float, float, RequestOutput]]:
-    """Of each engine, the thread's seconds of one request, those of them before its first token, and its output.
+    """Run one request in all engines in step, and return for each the thread's seconds of the request, those of them
+    before its first token, and its output.
 
     Args:
         engines: without requests.
-        prompt, params: of the request.
+        prompt, params: prompt and parameters of the request.
         first: engine that goes first.
     """
     seconds, first_token = [0.0] * len(engines), [0.0] * len(engines)

@@ -72,7 +72,7 @@ struct Model {
     rope: RopeTable,
 }
 
-/// Where a pass spends its time, in microseconds.
+/// Times of a pass's parts, in microseconds.
 #[derive(Default, Clone, Copy)]
 struct Parts {
     linear: f64,

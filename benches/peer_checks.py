@@ -1,6 +1,6 @@
-"""The closed forms of every format's arrays for a round, straight from the definitions: what peers' arrays and
-specrs's are both compared with. Plain numpy, one request after another; for the formats' meaning see
-``docs/`` and the Rust module ``plan::formats``."""
+"""The closed forms of every format's arrays for a round, straight from the definitions; peers' arrays and specrs's are
+both compared with them. Plain numpy, one request after another; for the formats' meaning see ``docs/`` and the Rust
+module ``plan::formats``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def per_request(inputs: Inputs, extra: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def per_branch(inputs: Inputs, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets and slots of draft step ``step``: each branch's prefix, then its own lane's slots of steps 0..step."""
+    """Return offsets and slots of draft step ``step``: each branch's prefix, then its own lane's slots of steps
+    0..step."""
     own = inputs.draft_slots()
     slots = [
         np.concatenate([inputs.table[i, :n], own[i, b, : step + 1]])
@@ -34,7 +35,7 @@ def per_branch(inputs: Inputs, step: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def mask(inputs: Inputs) -> list[np.ndarray]:
-    """Each request's mask over its context and its tree, bool [V, L_i + V]."""
+    """Return each request's mask over its context and its tree, bool [V, L_i + V]."""
     return [
         np.concatenate([np.ones((V, n), dtype=bool), inputs.ancestors[i]], axis=1) for i, n in enumerate(inputs.lens)
     ]
@@ -74,7 +75,7 @@ def triton(inputs: Inputs) -> dict[str, np.ndarray]:
 
 
 def flash_attention(inputs: Inputs) -> dict[str, np.ndarray]:
-    """FlashAttention's arrays; of each table only the entries that the lengths cover, row after row."""
+    """Return FlashAttention's arrays; of each table only the entries that the lengths cover, row after row."""
     page, out = inputs.page, {}
     rest = inputs.lens % page
     base = inputs.lens - rest if inputs.holey else inputs.lens
@@ -112,7 +113,7 @@ def closed_form(name: str, inputs: Inputs) -> dict[str, np.ndarray]:
 
 
 def differences(got: dict[str, Any], want: dict[str, np.ndarray]) -> list[str]:
-    """What differs, in words; every array of either side must be on the other."""
+    """Return the differences in words; every array of either side must be on the other."""
     said = [f"{n} is on one side only" for n in sorted(set(got) ^ set(want))]
     for name in sorted(set(got) & set(want)):
         a, b = np.asarray(got[name]).reshape(-1), want[name].reshape(-1)

@@ -23,7 +23,7 @@ HEADS, KV_HEADS, DIM = 32, 8, 128
 
 
 class _Torch:
-    """torch, but ``torch.cuda.device`` selects nothing."""
+    """A stand-in for torch whose ``torch.cuda.device`` selects nothing."""
 
     cuda = SimpleNamespace(device=lambda _: contextlib.nullcontext())
 
@@ -74,7 +74,8 @@ class Functions:
         self.scheduler = scheduler
 
     def _wrapper(self, rows: int, **buffers: Any) -> SimpleNamespace:
-        """What the planning functions read of a wrapper that was made for CUDA graphs, its first plan behind it."""
+        """Return the attributes that the planning functions read of a wrapper that was made for CUDA graphs, its first
+        plan behind it."""
         work = torch.empty(0, dtype=torch.uint8)
         return SimpleNamespace(
             device=torch.device("cpu"),
@@ -219,7 +220,7 @@ class FlashInfer(Round):
         self.extender.begin_forward = functools.partial(self.plans.fast_prefill_plan, self.extender)
 
     def _draft_step(self, step: int, forward: Any) -> None:
-        """What a step's backend does with the indices that `common_template` made: plan its wrapper."""
+        """Use the indices that `common_template` made as a step's backend does: plan its wrapper."""
         self.plans.decode(
             self.updater,
             self.decoders[step],

@@ -32,7 +32,7 @@ class Inputs:
     lens: np.ndarray
     """Committed lengths, int64 [B]."""
     ancestors: np.ndarray
-    """Whether node j is node i or above it, bool [B, V, V]."""
+    """True where node j is node i or above it, bool [B, V, V]."""
 
     @classmethod
     def random(cls, batch: int, page: int, length: int = L) -> Inputs:
@@ -59,7 +59,7 @@ class Inputs:
 
     @property
     def holey(self) -> bool:
-        """Whether branches start at pages of their own."""
+        """True if branches start at pages of their own."""
         return self.page > 1
 
     def draft_slots(self) -> np.ndarray:
@@ -91,11 +91,12 @@ class Mode:
 
 
 class Round(ABC):
-    """What all formats share: the batch, the draft's slots, the tree's mask, the verification's slots."""
+    """The parts of a round that all formats share: the batch, the draft's slots, the tree's mask, the verification's
+    slots."""
 
     name = ""
     mask_dtype: torch.dtype | None = torch.bool
-    """Of the static buffer of the mask; None where the backend has none and a tensor is made for each round."""
+    """Type of the mask's static buffer; None where the backend has none and a tensor is made for each round."""
 
     def __init__(self, peer: Sglang, inputs: Inputs, device: str = "cpu", context: int = 2 * L) -> None:
         self.peer, self.inputs, self.device = peer, inputs, device
@@ -129,7 +130,7 @@ class Round(ABC):
         )
         self.translator = peer.translator()
         self.translator.req_to_token = self.table
-        # As large as the batch needs; the backends' own buffers span the whole context.
+        # The buffer is as large as the batch needs; the backends' own buffers span the whole context.
         cells = V * (self.lens_sum + V * self.batch)
         self.mask_buf = torch.zeros(cells, dtype=self.mask_dtype, device=device) if self.mask_dtype else None
         self.lists = self._draft_lists()
@@ -260,7 +261,7 @@ class Round(ABC):
 
     @abstractmethod
     def arrays(self) -> dict[str, np.ndarray]:
-        """What the round left, under specrs's names: ``phase.array``."""
+        """Return the arrays that the round left, under specrs's names: ``phase.array``."""
 
 
 def live(table: torch.Tensor, counts: torch.Tensor) -> np.ndarray:
@@ -432,6 +433,6 @@ class Triton(Round):
         for name in ("qo_indptr", "kv_indptr"):
             out[f"extend.{name}"] = getattr(self.target, name).cpu().numpy()
         out["extend.kv_indices"] = self.target.cuda_graph_kv_indices.cpu().numpy()
-        # What the peer calls out_cache_loc; draft_extend writes the verification's window again.
+        # The peer calls it out_cache_loc; draft_extend writes the verification's window again.
         out["verify.extend_slots"] = out["extend.extend_slots"] = self.verify_locs.cpu().numpy()
         return out

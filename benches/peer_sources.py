@@ -310,7 +310,7 @@ class Sglang:
         )
         if stand_ins:
             pack = _package("sglang.kernels.ops.speculative.pack_verify_mask")
-            pack.pack_verify_mask_into = None  # only reached with a mask, which draft_extend has not
+            pack.pack_verify_mask_into = None  # only reached with a mask, and draft_extend has none
 
 
 def _tree_module() -> Any:

@@ -37,7 +37,7 @@ class Session:
         self.inputs = Inputs(page, table, inputs.lens, inputs.ancestors)
         depths = inputs.ancestors.sum(2)
         above = inputs.ancestors & ~np.eye(V, dtype=bool)
-        parents = np.where(above, depths[:, None, :], -1).argmax(2)  # of the nodes above, the deepest
+        parents = np.where(above, depths[:, None, :], -1).argmax(2)  # the deepest of the nodes above
         parents[:, 0] = -1
         self.trees = _specrs.TreeBatch.from_parents(parents.tolist(), [[0] * V] * batch)
         self.beams = _specrs.DraftBeams(batch, specrs.TreeShape(K, S, V), None, 64)

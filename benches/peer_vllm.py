@@ -45,7 +45,7 @@ def _copy_pages(grid: Any, out: torch.Tensor, table: torch.Tensor, stride: int, 
 
 
 def _kernel(path: Any) -> Any:
-    """The Triton kernel alone, in a module of its own: Triton reads a kernel's source from its file."""
+    """Return the Triton kernel alone, in a module of its own: Triton reads a kernel's source from its file."""
     text = path.read_text()
     found = next(n for n in ast.parse(text).body if getattr(n, "name", "") == "_copy_page_indices_kernel")
     module_file = peers_dir() / "vllm_copy_page_indices.py"
@@ -78,7 +78,7 @@ class Pass:
         self.lens = inputs.lens + V
 
     def run(self) -> None:
-        """Page counts as ``build`` has them, then the three arrays."""
+        """Count pages as ``build`` has them, then make the three arrays."""
         page = self.inputs.page
         blocks = (self.lens + (page - 1)) // page
         self.pages = self._compute(self.builder, blocks, self.lens, self.table, len(self.lens), page)

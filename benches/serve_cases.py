@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-VOCAB = 8192  # of the model in the package
+VOCAB = 8192  # vocabulary of the model in the package
 MODEL = "load"  # the name that the server gives the model
 HELDOUT = Path(__file__).parent.parent / "python/specrs/assets/heldout_prompts.json"
 
@@ -29,7 +29,7 @@ FORMS: list[dict[str, Any]] = [
               "required": ["a", "b"], "additionalProperties": False}},
 ]  # fmt: skip
 
-#: How readers behave, and how many of a hundred do so.
+#: Behaviours of readers, with their numbers among a hundred.
 FATES = {"read": 70, "slow": 8, "leave": 8, "leave at once": 4, "vanish": 3, "bad": 7}
 
 
@@ -38,14 +38,15 @@ class Case:
     """One request.
 
     Attributes:
-        index: of the seed's cases.
-        path, body: of the request; ``raw`` in place of the body where it is no JSON.
-        fate: one of `FATES`. ``leave``: hangs up after ``patience`` chunks; ``leave at once``: once it has sent the
-            request, before an answer is read; ``vanish``: within the request's body; ``bad``: a request to refuse.
+        index: number among the seed's cases.
+        path, body: path and body of the request; ``raw`` in place of a body that is no JSON.
+        fate: behaviour of the reader, one of `FATES`. ``leave``: hangs up after ``patience`` chunks; ``leave at once``:
+            once it has sent the request, before an answer is read; ``vanish``: within the request's body; ``bad``: a
+            request to refuse.
         prompt: token ids, a text, or messages.
         params: fields of `SamplingParams`.
-        status: of the answer that is due.
-        param: that the error of a bad request names, or begins with; ``None``: none in particular.
+        status: status of the answer that is due.
+        param: the parameter that the error of a bad request names, or begins with; ``None``: none in particular.
         pause: seconds before each read of a slow reader.
     """
 
@@ -63,7 +64,7 @@ class Case:
 
     @property
     def chat(self) -> bool:
-        """Whether it is a conversation."""
+        """True if the case is a conversation."""
         return self.path.endswith("/chat/completions")
 
     def sent(self) -> bytes:

@@ -19,7 +19,7 @@ LIMIT = 1 << 22  # bytes of one line that a reader takes
 
 
 class BadAnswer(Exception):
-    """What a server sent breaks HTTP, the event stream, or the API."""
+    """A server sent bytes that break HTTP, the event stream, or the API."""
 
 
 @dataclass
@@ -176,7 +176,7 @@ class Connection:
 
 @dataclass
 class Output:
-    """One of a request's ``n`` outputs, as far as it came."""
+    """An output of a request's ``n``, as far as it came."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -186,12 +186,12 @@ class Output:
 
 @dataclass
 class Reply:
-    """What a completion, or a chat completion, gave.
+    """The answer to a completion, or a chat completion.
 
     Attributes:
-        outputs: by index.
+        outputs: outputs by index.
         usage: the counts, where they came.
-        prompt_token_ids: where they came.
+        prompt_token_ids: token ids of the prompts, where they came.
         error: the error object of a stream that failed in its midst.
         first: seconds from the request to its first token; ``None``: none came, or the answer was no stream.
         gaps: seconds between an output's chunks with tokens, and the tokens that the later one brought.
@@ -292,7 +292,7 @@ async def complete(
 async def start(
     connection: Connection, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
 ) -> Answer:
-    """Send a streaming request and read the head of its answer; of an error, the body too."""
+    """Send a streaming request and read the head of its answer; read an error's body, too."""
     try:
         sent = {"Content-Type": "application/json", **(headers or {})}
         await connection.send("POST", path, json.dumps(body).encode(), sent)

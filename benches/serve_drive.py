@@ -34,7 +34,7 @@ class Drive:
         self.lags: list[float] = []
 
     async def closed(self, cases: list[Case], streams: int) -> None:
-        """So many readers, each with its next case at once."""
+        """Run so many readers, each with its next case at once."""
         queue = iter(cases)
 
         async def reader() -> None:
@@ -67,7 +67,8 @@ class Drive:
             connection.drop()
 
     async def _beside(self, work: Any) -> None:
-        """With a clock beside it that tells how late this process itself is: its figures are no better than that."""
+        """Run with a clock beside it that tells how late this process itself is: its figures are no better than
+        that."""
         clock = asyncio.ensure_future(lag(self.lags))
         try:
             await work
@@ -79,7 +80,7 @@ class Drive:
         began = time.perf_counter()
         try:
             async with contextlib.AsyncExitStack() as stack:
-                if one.fate == "slow":  # of its own: a small window is agreed on when it opens
+                if one.fate == "slow":  # a client of its own: a small window is agreed on when it opens
                     connection = Connection(self.host, self.port, receive_buffer=SLOW_BUFFER)
                     stack.callback(connection.drop)
                 await asyncio.wait_for(self._run(one, connection, record), self.limit)
@@ -124,7 +125,7 @@ class Drive:
         record |= told(reply)
 
     async def _paced(self, one: Case, connection: Connection, chunks: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        """Chunks at the reader's pace; one that leaves hangs up in the midst."""
+        """Yield chunks at the reader's pace; a reader that leaves hangs up in the midst."""
         count = 0
         async for chunk in chunks:
             yield chunk
@@ -171,7 +172,8 @@ def told(reply: Reply) -> dict[str, Any]:
 
 
 async def lag(seconds: list[float], every: float = 0.005) -> None:
-    """How late a timer of this loop is, again and again until cancelled; ``every``: seconds from one to the next."""
+    """Measure how late a timer of this loop is, again and again until cancelled; ``every``: seconds from one to the
+    next."""
     while True:
         due = time.perf_counter() + every  # a loop's own clock may be of whole milliseconds
         await asyncio.sleep(every)

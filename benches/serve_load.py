@@ -51,7 +51,7 @@ Make = Callable[..., AsyncLLM]
 
 @dataclass
 class Steps:
-    """Of an engine while it is watched: each step, and how many outputs went on in it."""
+    """Record of an engine while it is watched: each step, and how many outputs went on in it."""
 
     began: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -59,21 +59,22 @@ class Steps:
     running: list[int] = field(default_factory=list)
 
     def told(self, step: Step) -> None:
-        """As an `AsyncLLM` tells."""
+        """Note a step; an `AsyncLLM` calls this."""
         self.add(step.began, step.seconds, step.tokens, len(step.gaps))
 
     def add(self, began: float, seconds: float, tokens: int, running: int) -> None:
-        """One more."""
+        """Add one step."""
         for kept, value in zip((self.began, self.seconds, self.tokens, self.running),
                                (began, seconds, tokens, running), strict=True):  # fmt: skip
             kept.append(value)
 
     def full(self, rows: int) -> list[int]:
-        """Which steps gave each of so many requests one token: no prompt was read in them."""
+        """Return the steps that gave each of so many requests one token: no prompt was read in them."""
         return [i for i, (t, r) in enumerate(zip(self.tokens, self.running, strict=True)) if t == r == rows]
 
     def medians(self, rows: int) -> dict[str, float]:
-        """Of full steps: the median step, the median turn, where the next step is a full one too, and their number."""
+        """Return figures of full steps: the median step, the median turn (where the next step is a full one too), and
+        their number."""
         full = self.full(rows)
         turns = [self.began[i + 1] - self.began[i] for i in full if i + 1 in set(full)]
         step = statistics.median(self.seconds[i] for i in full)
@@ -140,7 +141,7 @@ async def serving(make: Make, work: Callable[[AsyncLLM, int], Awaitable[None]], 
 
 
 def leaks(audit: dict[str, int]) -> list[str]:
-    """What an audit found that no request has any more."""
+    """Return the pages of an audit that no request has any more."""
     names = ("sequences", "leased_sequences", "held_pages", "waiting")
     return [f"audit: {name} = {audit[name]}" for name in names if audit[name]]
 
@@ -172,7 +173,7 @@ def _named(llm: LLM, model: Path) -> str:
 
 
 def answered(llm: LLM, cases: Sequence[Case]) -> dict[int, RequestOutput]:
-    """What `LLM.generate` gives each case that a server would run."""
+    """Return the output that `LLM.generate` gives each case that a server would run."""
     due = [one for one in cases if one.fate not in ("bad", "vanish")]
     prompts: list[Any] = [llm.chat_prompt(one.prompt) if one.chat else one.prompt for one in due]
     outputs = llm.generate(prompts, [SamplingParams.from_dict(one.params) for one in due], progress=False)
@@ -180,7 +181,7 @@ def answered(llm: LLM, cases: Sequence[Case]) -> dict[int, RequestOutput]:
 
 
 def faults(one: Case, record: dict[str, Any] | None, want: RequestOutput | None) -> list[str]:
-    """What is wrong with what came of a case."""
+    """Return the faults in the outcome of a case."""
     if record is None:
         return ["no record"]
     if "fault" in record:
@@ -292,7 +293,7 @@ def phase(make: Make, args: argparse.Namespace, first: int, count: int, rate: fl
 
 
 def run(work: Any) -> Any:
-    """In a fresh event loop, of the kind that `specrs serve` runs in."""
+    """Run in a fresh event loop, of the kind that `specrs serve` runs in."""
     from specrs.serve import new_event_loop
 
     loop = new_event_loop()
@@ -443,7 +444,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--streams", type=int, default=256)

@@ -64,12 +64,12 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
                   "a warpgroup's product has 64 rows, a panel 64 columns, and a thread 255 registers");
     static_assert(WARPGROUP || !WIDE, "mma.sync keeps all rows of a tile in each warp");
     constexpr int ROW_TILES = WARPGROUP ? 1 : M / 16;
-    constexpr int KEY_TILES = WARPGROUP ? BLOCK / 8 : 4;         // of 8 keys, which a warp scores
-    constexpr int COLUMN_TILES = WARPGROUP ? HD / 8 : HD / 32;  // of 8 columns, which a warp owns
+    constexpr int KEY_TILES = WARPGROUP ? BLOCK / 8 : 4;         // tiles of 8 keys, which a warp scores
+    constexpr int COLUMN_TILES = WARPGROUP ? HD / 8 : HD / 32;  // tiles of 8 columns, which a warp owns
     constexpr int DIM_STEPS = HD / 16;
-    constexpr int PIECES = HD / 8;       // of 16 bytes, in a row of K, V or Q
+    constexpr int PIECES = HD / 8;       // pieces of 16 bytes in a row of K, V or Q
     constexpr uint32_t ENTRY = BLOCK * HD * 2;
-    // What the launcher takes for it.
+    // The launcher counts on this size.
     static_assert(sizeof(Shared<M>) <= M * 76 + BLOCK * 8 + M / 16 * 8 + 240, "shared_bytes in kernels/attention.rs");
     // Q's fragments stay in registers, and its place becomes another's; else it lies behind the ring. One of more columns
     // than a block has keys is larger than the weights, whose place it would take.
@@ -78,7 +78,7 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
     extern __shared__ __align__(1024) uint8_t shared_memory[];
     uint8_t *const ring = shared_memory;
     uint8_t *const p_tile = ring + p.stages * ENTRY;
-    // Q's place: the ring's last entry, which is loaded last; that of the weights; or its own.
+    // Place of Q: the ring's last entry, which is loaded last; or the place of the weights; or one of its own.
     uint8_t *const q_tile = WARPGROUP ? (WIDE ? p_tile : p_tile - ENTRY) : (KEEP_Q ? p_tile : p_tile + M * BLOCK * 2);
     constexpr int TILES = WARPGROUP ? (WIDE ? M * HD * 2 : 0) : M * BLOCK * 2 + (KEEP_Q ? 0 : M * HD * 2);
     Shared<M> &sh = *reinterpret_cast<Shared<M> *>(p_tile + TILES);
@@ -173,7 +173,7 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
     }
 
     const int32_t items = serial ? pair_items : main_items + pair_items;
-    // What the computing threads share; all of the block where nothing loads for them.
+    // A barrier of the computing threads: of the whole block where no threads only load for them.
     auto sync = [&]() {
         if (WIDE) {
             asm volatile("bar.sync 1, %0;\n" ::"n"(COMPUTING) : "memory");
@@ -208,7 +208,7 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
         const int32_t tile = place.tile;
         const int32_t head = place.head;
         const int32_t split = place.split;
-        const int32_t rows = r.queries * p.group - tile * M;  // of this tile; more than M: all
+        const int32_t rows = r.queries * p.group - tile * M;  // rows of this tile; more than M: all
         const int32_t *table =
             reinterpret_cast<const int32_t *>(p.table) + static_cast<int64_t>(r.row) * p.table_width;
         const int32_t block_first = with_tail ? 0 : split * SPLIT_BLOCKS;
@@ -312,7 +312,8 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
 
         // K and V of block b are entries 2b and 2b + 1 of a stream through the ring.
         const uint64_t head_offset = static_cast<uint64_t>(head) * (HD * 2);
-        uint32_t slot = NO_SLOT;      // of this lane's key in the block under way, in pieces from the plane's first
+        // Slot of this lane's key in the block under way, in pieces from the plane's first.
+        uint32_t slot = NO_SLOT;
         int32_t ahead_position = -1;  // row position of this lane's key in the block after it, and its page
         int32_t ahead_page = 0;
         auto look_up = [&](int32_t block) {
@@ -377,7 +378,7 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
 
         float o[ROW_TILES][COLUMN_TILES][4];
         float m[ROW_TILES][2];
-        float l[2] = {0.0f, 0.0f};  // where a warp owns its rows; else in `sh`
+        float l[2] = {0.0f, 0.0f};  // sums where a warp owns its rows; else they are in `sh`
         uint32_t q[KEEP_Q ? DIM_STEPS : 1][KEEP_Q ? ROW_TILES : 1][4];
         auto start_split = [&]() {
             l[0] = 0.0f;
@@ -748,7 +749,7 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
                     }
                 }
             } else {
-                // One logical position in a step.
+                // Take one logical position in a step.
                 const int32_t positions = sh.tail_last < cut_min ? 0 : min(sh.tail_last - cut_min + 1, BLOCK);
                 for (int32_t x = 0; x < positions; ++x) {
                     const int32_t logical = cut_min + x;

@@ -1,5 +1,5 @@
-// How splits of the keys become a row of the output: one formula, in index order, whether a CTA folds them on the way or
-// `merge` does behind it.
+// Folds splits of the keys into a row of the output. There is one formula, in index order, whether a CTA folds them on
+// the way or `merge` does it later.
 #pragma once
 
 #include "attention_rows.cuh"
@@ -13,7 +13,7 @@ struct Folded {
     float m;
     float l;
 
-    // (m, l) of the next split joins. Sums become fold(old, u, new, w); where there was nothing before, the new ones.
+    // Add (m, l) of the next split. Sums become fold(old, u, new, w), or the new ones if there was nothing before.
     __device__ __forceinline__ void add(float mj, float lj, float c, float &u, float &w) {
         const float top = fmaxf(m, mj);
         u = exp2_approx(__fmul_rn(__fsub_rn(m, top), c));
@@ -71,14 +71,14 @@ __device__ __forceinline__ void clear_queries(const AttentionParams &p, int64_t 
     }
 }
 
-// Where the launcher lets `merge` begin before `attend` has ended (Hopper's own image): wait for its end and its writes.
+// Wait for the end and the writes of `attend`, where the launcher lets `merge` begin before them (Hopper's own image).
 __device__ __forceinline__ void wait_for_attend() {
 #if SPECRS_WARPGROUPS
     asm volatile("griddepcontrol.wait;\n" ::: "memory");
 #endif
 }
 
-// And where `attend` says that it may.
+// `attend` says by this that `merge` may begin.
 __device__ __forceinline__ void let_merge_begin() {
 #if SPECRS_WARPGROUPS
     asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
@@ -110,10 +110,10 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
         const int32_t head = query_head / p.group;
         const int32_t packed = j * p.group + query_head % p.group;
         const int32_t tiles = (r.queries * p.group + p.tile_rows - 1) / p.tile_rows;
-        const int32_t place = head * tiles + tiles - 1 - packed / p.tile_rows;  // as `attend` numbers items
+        const int32_t place = head * tiles + tiles - 1 - packed / p.tile_rows;  // `attend` numbers items so
         const Row row = row_at<false>(p, r, i, j, false);
         const int32_t splits = (row.cut + SPLIT - 1) / SPLIT;
-        // What `attend` wrote is read past L1, and not before the wait: no load for constants may be used.
+        // Writes of `attend` are read past L1, and not before the wait: no load for constants may be used.
         if (!waited) {
             wait_for_attend();
             waited = true;
@@ -125,7 +125,7 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
         const int32_t tail = __ldcg(header + 1) + __ldcg(header + 2 + p.requests + i) + place;
         Folded f = {none(), 0.0f};
         constexpr int AHEAD = 4;
-        constexpr int VECTORS = (HD / 4 + 31) / 32;  // of a lane
+        constexpr int VECTORS = (HD / 4 + 31) / 32;  // vectors of a lane
         float4 sum[VECTORS];
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
@@ -185,7 +185,7 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
         }
     }
     if (!waited) {
-        wait_for_attend();  // what follows `merge` in the stream waits for it alone
+        wait_for_attend();  // launches behind `merge` in the stream wait for it alone
     }
 }
 

@@ -34,14 +34,14 @@ __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
     return static_cast<uint32_t>(row * HD * 2 + ((piece ^ key) << 4));
 }
 
-// Where piece `piece` of key `row` lies in an entry of the ring: as above, or in panels of 64 columns.
+// Place of piece `piece` of key `row` in an entry of the ring: as above, or in panels of 64 columns.
 template <int HD, bool PANELS>
 __device__ __forceinline__ uint32_t in_entry(int row, int piece) {
     return PANELS ? static_cast<uint32_t>((piece >> 3) * BLOCK * 128) + swizzled<64>(row, piece & 7)
                   : swizzled<HD>(row, piece);
 }
 
-// What a CTA keeps in shared memory beside the tiles.
+// Data that a CTA keeps in shared memory beside the tiles.
 template <int M>
 struct Shared {
     unsigned long long bits[M];
@@ -49,12 +49,13 @@ struct Shared {
     int32_t last[M];
     float maxima[WARPS][M];
     uint32_t sums[WARPS][M];
-    float alpha[M];        // of the block under way
+    float alpha[M];        // factors of the block under way
     float unit[M];         // power of two above the block's largest weight: the row sum counts 2^-23 of it
     float top[M];          // m of the split under way
     float row_sum[M];      // l of the split under way
-    Folded folded[M];      // of the splits before
-    int32_t key_position[BLOCK];    // of the tail's block: logical position of a stored key; -1: not a key of this tile
+    Folded folded[M];      // results of the splits before
+    // Positions of the tail's block: logical position of a stored key; -1: not a key of this tile.
+    int32_t key_position[BLOCK];
     uint32_t groups_at[BLOCK];      // bit g: the tail's group g holds a key at logical position cut_min + index
     int32_t row_tile_first[M / 16];  // smallest cut, largest last of 16 rows
     int32_t row_tile_last[M / 16];
@@ -69,7 +70,7 @@ struct Shared {
     unsigned long long empty[MAX_STAGES];
 };
 
-// What an item is.
+// An item of the CTA's work.
 struct Place {
     int32_t request;
     int32_t tile;
@@ -94,8 +95,8 @@ __device__ __forceinline__ Place place_of(const AttentionParams &p, const int32_
     return place;
 }
 
-// Pages of a block's keys into an entry: those of this warp's 32 keys of which `slot` (pieces from the plane's first) is not
-// NO_SLOT, zeros for the others. Rows of 8 keys repeat the pattern of pieces and banks.
+// Put pages of a block's keys into an entry: those of this warp's 32 keys whose `slot` (pieces from the plane's first)
+// is not NO_SLOT, zeros for the others. Rows of 8 keys repeat the pattern of pieces and banks.
 constexpr uint32_t NO_SLOT = 0xffffffffu;
 
 template <int HD, bool PANELS>
@@ -138,7 +139,7 @@ __device__ __forceinline__ void load_tiles(const AttentionParams &p, Shared<M> &
                                            const int32_t *pairs, uint32_t ring_at, int32_t main_items, int32_t items,
                                            bool serial) {
     constexpr uint32_t ENTRY = BLOCK * HD * 2;
-    const int thread = threadIdx.x % THREADS;  // of this warpgroup: its key of a block
+    const int thread = threadIdx.x % THREADS;  // thread of this warpgroup: its key of a block
     const int warp = thread >> 5;
     int32_t stage = 0;
     uint32_t empty_parity = (1u << MAX_STAGES) - 1;  // bit k: of the entry's last use; nothing waits before its first
@@ -158,7 +159,7 @@ __device__ __forceinline__ void load_tiles(const AttentionParams &p, Shared<M> &
             serial ? all_blocks : (place.with_tail ? 0 : min(all_blocks, block_first + SPLIT_BLOCKS));
         const int32_t plain_blocks = max(0, block_end - block_first);
         const int32_t blocks = plain_blocks + (place.with_tail ? 1 : 0);
-        auto position_of = [&](int32_t block) {  // of this thread's key, or -1
+        auto position_of = [&](int32_t block) {  // position of this thread's key, or -1
             if (block < plain_blocks) {
                 const int32_t position = (block_first + block) * BLOCK + thread;
                 return position < cut_max ? position : -1;

@@ -1,4 +1,5 @@
-// What attention attends to: the requests of a batch and the keys of each of its rows, checked before anything is read.
+// The requests and keys of attention: a batch's requests and the keys of each of its rows, checked before anything is
+// read.
 #pragma once
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -19,9 +20,9 @@ constexpr int BLOCK = ATTENTION_BLOCK;
 constexpr int SPLIT = ATTENTION_SPLIT;
 constexpr int TAIL = ATTENTION_TAIL;
 constexpr int GROUP = 16;  // keys of a tensor-core step
-constexpr int WARPS = 4;  // that share a tile of up to 64 rows, or load for one of 128
+constexpr int WARPS = 4;  // warps that share a tile of up to 64 rows, or load for one of 128
 constexpr int THREADS = 32 * WARPS;
-constexpr int WIDE_THREADS = 3 * THREADS;  // of a tile of 128 rows
+constexpr int WIDE_THREADS = 3 * THREADS;  // threads of a tile of 128 rows
 constexpr int SPLIT_BLOCKS = SPLIT / BLOCK;
 constexpr int MAX_STAGES = 6;  // entries of the ring
 constexpr bool CAPPED = SPECRS_CAPPED != 0;
@@ -47,8 +48,8 @@ struct Request {
     int32_t first;    // first query
     int32_t queries;  // n
     int32_t len;      // L: keys before the queries' own
-    int32_t row;      // of the page table
-    bool refused;     // its queries are there, but nothing may be read for them
+    int32_t row;      // row of the page table
+    bool refused;     // true if the queries are there, but nothing may be read for them
 };
 
 // Check request `i`. `report` is true in one thread of the grid.
@@ -103,11 +104,11 @@ __device__ __forceinline__ Request request_at(const AttentionParams &p, int32_t 
     return r;
 }
 
-// What a query attends to.
+// The keys that a query attends to.
 struct Row {
     int32_t cut;    // c: logical keys below it go by blocks
     int32_t last;   // p: logical position of its last key; -1: it attends to nothing
-    uint64_t bits;  // of a tree: its keys at L + bit
+    uint64_t bits;  // bits of a tree's query: its keys at L + bit
 };
 
 // Query `j` of request `i`. A mask that the rule cannot serve is recorded, and its row attends to nothing.

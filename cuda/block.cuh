@@ -40,7 +40,7 @@ __device__ __forceinline__ int32_t block_before(int32_t x, int32_t *shared, int3
     return shared[warp] + upto - x;
 }
 
-// Whether this block is the last of `blocks` to come here, told to all its threads; what the others wrote before is
+// True if this block is the last of `blocks` to come here, told to all its threads; writes of the other blocks are
 // visible then. The counter is 0 before a launch and after it.
 __device__ __forceinline__ bool last_block(uint64_t counter, uint32_t blocks) {
     __shared__ bool last;

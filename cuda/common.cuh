@@ -48,7 +48,7 @@ static __device__ __forceinline__ void write_record_inline(uint64_t record_addre
     record->ready = epoch;
 }
 
-// Out of line: it runs only on a fault, and the kernel's registers are for the other path.
+// Not inlined: it runs only on a fault, and the kernel's registers are for the other path.
 static __device__ __noinline__ void write_record(uint64_t record_address, uint64_t claim_address, Kernel kernel,
                                                  Buffer buffer, int32_t request, int32_t step, int64_t index,
                                                  int64_t bound, Probe probe, int32_t position) {

@@ -1,6 +1,6 @@
-// One step of draft selection in one launch: the K best tokens of each row of draft logits with their
-// log-probabilities, and the K best beams of each request among their K*K continuations (EAGLE-2, arXiv:2406.16858).
-// `DraftBeams::start` and `advance` of `src/host/select`.
+// Selects drafts, one step in one launch: the K best tokens of each row of draft logits with their log-probabilities,
+// and the K best beams of each request among their K*K continuations (EAGLE-2, arXiv:2406.16858). `DraftBeams::start`
+// and `advance` of `src/host/select` do the same.
 //
 // A block takes one chunk of a row, a warp of it one tile after the other. The last block of a request merges its rows'
 // lists and sums, and makes the beams. Choices by logit are the host's (`logits.cuh`). Log-probabilities are f32 sums over
@@ -28,7 +28,7 @@ struct TopList {
     uint64_t least;  // key of lane K - 1, the one to beat
 };
 
-// Put each lane's key, if it beats the list, into it, one after the other. Keys are unique.
+// Put each lane's key into the list, one after the other, if it beats the list. Keys are unique.
 __device__ __forceinline__ void insert(TopList &list, uint64_t key, int32_t k) {
     const uint32_t lane = threadIdx.x % 32;
     bool pending = key > list.least;
@@ -117,8 +117,8 @@ __device__ __forceinline__ float warp_max_float(float x) {
     return key_logit(static_cast<uint64_t>(__reduce_max_sync(0xffffffffu, high)) << 32);
 }
 
-// A tile of a row as it lies in memory, a warp's: lane l has columns (j / WIDE * 32 + l) * WIDE + j % WIDE of it, whatever the
-// alignment; -inf behind the row's end.
+// A tile of a row, held by a warp as it lies in memory: lane l has columns (j / WIDE * 32 + l) * WIDE + j % WIDE of it,
+// whatever the alignment; -inf behind the row's end.
 template <typename L>
 struct Tile {
     static constexpr int EACH = TILE / 32;
@@ -146,15 +146,15 @@ struct Tile {
     }
 };
 
-// What the block's warps share while they look for the best keys of its tiles.
+// State that the block's warps share while they look for the best keys of its tiles.
 struct Search {
     uint64_t room[THREADS];     // keys that may be among the K best
     uint32_t bounds[WARPS];     // upper halves of keys
     int32_t found;
 };
 
-// Where many values are as good as the K-th: the K best of each warp's tiles, one after the other, into `room`, where 0 is none.
-// By the block; out of line, since it is rare.
+// Put the K best of each warp's tiles, one after the other, into `room`, where 0 is none: for rows in which many values
+// are as good as the K-th. The block calls it; out of line, since it is rare.
 template <typename L>
 __device__ __noinline__ void crowded(const typename L::Storage *row, int32_t first, int32_t tiles, int32_t vocab, int32_t k,
                                      Search &search) {
@@ -173,8 +173,8 @@ __device__ __noinline__ void crowded(const typename L::Storage *row, int32_t fir
     __syncthreads();
 }
 
-// The K best keys of `tiles` tiles of a row from tile `first` on into `lists`, 0 where there are fewer; maximum, and sum of
-// exponentials below it, of each tile into `partials`. By the block.
+// Put the K best keys of `tiles` tiles of a row, from tile `first` on, into `lists`, 0 where there are fewer, and into
+// `partials` each tile's maximum and sum of exponentials below it. The block calls it.
 //
 // A warp's lanes have K largest values or more at or above the K-th largest of their maxima, so no smaller value of the block is
 // among its K best; few are as large. All tiles are in registers, on their way at once.
@@ -264,7 +264,7 @@ __device__ __forceinline__ void search_tiles(const typename L::Storage *row, con
     if (own != 0 && rank < k) {
         lists[rank] = own;
     }
-    // Where there are fewer keys than K.
+    // There may be fewer keys than K.
     const int32_t keys = __syncthreads_count(own != 0);
     if (static_cast<int32_t>(threadIdx.x) >= keys && static_cast<int32_t>(threadIdx.x) < k) {
         lists[threadIdx.x] = 0;
@@ -345,7 +345,7 @@ __device__ __forceinline__ void finish_request(const DraftSelectParams &p, int32
     uint64_t *ancestors = reinterpret_cast<uint64_t *>(p.ancestors) + static_cast<uint64_t>(request) * k * words;
     const int32_t entries = k * static_cast<int32_t>(words);
     int32_t *sound = reinterpret_cast<int32_t *>(p.drafts.sound) + request;
-    // What the end needs is on its way while the warps merge lists.
+    // Values that the end needs are on their way while the warps merge lists.
     const int32_t before = p.step == 0 ? 0 : *sound;
     for (int32_t i = threadIdx.x; p.step > 0 && i < entries; i += THREADS) {
         above[i] = ancestors[i];
@@ -429,7 +429,7 @@ __device__ __forceinline__ void finish_request(const DraftSelectParams &p, int32
     }
 }
 
-// What the lanes of a request that is not there hold.
+// Write what the lanes of an absent request hold.
 __device__ __forceinline__ void dead_request(const DraftSelectParams &p, int32_t request) {
     const int32_t k = p.drafts.topk;
     const uint32_t words = static_cast<uint32_t>(k * p.drafts.steps + 63) / 64;

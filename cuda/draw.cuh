@@ -105,7 +105,7 @@ SPECRS_DRAW float exp_neg(float given) {
 // (x - max) / T, at most 0; monotone in x.
 SPECRS_DRAW float log_weight(float x, float max, float inv_t) { return mul32(sub32(x, max), inv_t); }
 
-// Whether every logit up to the one with this log-weight surely has weight 0: exp(-29) * 2^40 < 1/3.
+// True if every logit up to the one with this log-weight surely has weight 0: exp(-29) * 2^40 < 1/3.
 SPECRS_DRAW bool vanishes(float log_weight) { return log_weight < -29.0f; }
 
 // Quanta of a log-weight. One ulp in [2^12, 2^13) is 2^-40: adding 4096 rounds to the quantum, the bits count the quanta.

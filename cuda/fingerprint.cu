@@ -1,6 +1,6 @@
-// Operands that any run makes again, and fingerprints of the rows of a matrix, which compare the algorithms of a
-// product. A fingerprint is a sum over the row's 16-bit units, each mixed with its place, so that neither the order of
-// the sum nor the shape of the grid matters, and two rows share one by accident in one of 2^64 cases. Every index is
+// Makes operands that any run can make again, and fingerprints of the rows of a matrix, which compare the algorithms of
+// a product. A fingerprint is a sum over the row's 16-bit units, each mixed with its place, so that neither the order
+// of the sum nor the shape of the grid matters, and two rows share one by accident in one of 2^64 cases. Every index is
 // below a capacity of the launch; none is read from memory.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -20,9 +20,9 @@ __device__ __forceinline__ uint64_t mix(uint64_t z) {
 }  // namespace
 }  // namespace specrs
 
-// Element (row, column): a mantissa of 24 bits, a sign and one of 16 exponents. Where rows are mirrored, a column has the
-// value of the one as far from the other end, negated or not, and the middle one of an odd number is 0: the product of a
-// row that is mirrored and one that is mirrored and negated is 0, so what a sum of it leaves is rounding alone, and two
+// Fill element (row, column) with a mantissa of 24 bits, a sign and one of 16 exponents. If rows are mirrored, a column
+// has the value of the column as far from the other end, negated or not, and the middle one of an odd number is 0. The
+// product of a mirrored row and a mirrored and negated row is 0, so only rounding remains in a sum of it, and two
 // orders of adding differ in nearly every element.
 extern "C" __global__ void __launch_bounds__(256) fill_random(const __grid_constant__ specrs::FillParams p) {
     using namespace specrs;

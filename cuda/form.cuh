@@ -1,4 +1,4 @@
-// Every element of a step as a function: those of `src/plan/form`, under the same names and line for line.
+// Every element of a step as a function: the functions of `src/plan/form`, under the same names and line for line.
 //
 // A kernel that plans on the device calls these for its own element. They are plain C++ on the host too, so that
 // `tests/plan/form_twin.rs` compiles them without nvcc and compares each with its Rust twin over a small domain. The Rust

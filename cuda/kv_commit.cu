@@ -11,7 +11,7 @@
 
 namespace specrs {
 
-constexpr int32_t MAX_NODES = 1024;  // of a tree: `bounds::MAX_DRAFT_TOKENS`
+constexpr int32_t MAX_NODES = 1024;  // limit of a tree: `bounds::MAX_DRAFT_TOKENS`
 
 struct Path {
     int32_t begin;
@@ -181,7 +181,7 @@ __device__ __forceinline__ void kv_list(const KvCommitParams &p) {
             from = slot_of(p, line, len + paths[d], request, paths[d]);
             to = slot_of(p, line, len + d, request, d);
         }
-        const bool whole = from != 0 && to != 0;  // nobody's data lies in the sink
+        const bool whole = from != 0 && to != 0;  // the sink holds nobody's data
         src[before + i] = whole ? from : 0;
         dst[before + i] = whole ? to : 0;
     }

@@ -27,7 +27,7 @@ __device__ __forceinline__ float key_logit(uint64_t key) {
     return __uint_as_float(ordered >> 31 ? ordered & 0x7fffffffu : ~ordered);
 }
 
-// Why nothing can be chosen from a row whose largest key this is.
+// Reason why nothing can be chosen from a row whose largest key this is.
 __device__ __forceinline__ Probe key_probe(uint64_t key) {
     const uint32_t high = static_cast<uint32_t>(key >> 32);
     return high == KEY_NAN                 ? PROBE_NAN

@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_two_matrices_transposed(uint32_t (&d)[2], u
                  : "memory");
 }
 
-// 2^x as every exact kernel takes it: one instruction, whose bits the hardware fixes.
+// 2^x as every exact kernel computes it: one instruction, whose bits the hardware fixes.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));

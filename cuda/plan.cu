@@ -27,7 +27,7 @@ __device__ __forceinline__ T *at(uint64_t address) {
     return reinterpret_cast<T *>(address);
 }
 
-// What a thread found wrong; the first query's fault is recorded.
+// Fault that a thread found; the first query's fault is recorded.
 struct Wrong {
     int32_t buffer;  // 0: nothing
     int32_t step;
@@ -122,7 +122,7 @@ __device__ __forceinline__ void check_page(Wrong &wrong, form::Step s, const int
     }
 }
 
-// What of a request concerns it as a whole: its row, its length, its count. Thread 0 asks.
+// Check the parts of a request that concern it as a whole: its row, its length, its count. Thread 0 calls it.
 __device__ __forceinline__ Wrong check_request(const PlanParams &p, form::Step s, int32_t i, uint32_t n, int64_t first) {
     const int32_t row = at<const int32_t>(p.rows)[i];
     const int64_t len = at<const int32_t>(p.lens)[i];
@@ -158,7 +158,7 @@ __device__ __forceinline__ Wrong check_request(const PlanParams &p, form::Step s
     return Wrong{};
 }
 
-// What of query `j` of a live request is wrong.
+// Check query `j` of a live request.
 __device__ __forceinline__ Wrong check_query(const PlanParams &p, form::Step s, int32_t i, const int32_t *row, uint32_t len,
                                              uint32_t j, const int32_t *parents) {
     Wrong wrong{};

@@ -200,13 +200,13 @@ __device__ __forceinline__ int32_t checked_slot(const PlanListParams &p, form::S
 __device__ __forceinline__ void fill_bytes(const PlanListParams &p, form::Step s, int32_t i, const Request &r) {
     const int64_t start = index_at(p, p.mask_indptr, i), end = index_at(p, p.mask_indptr, i + 1);
     if (end - start != static_cast<int64_t>(form::lists::mask_len(r.len, r.n))) {
-        return;  // it does not fit
+        return;  // the list does not fit
     }
     uint8_t *out = at<uint8_t>(p.custom_mask);
     const uint64_t *mask = mask_of(p, s, r.first);
     const uint32_t words = form::mask_words(s);
     const uint64_t width = static_cast<uint64_t>(r.len) + r.n;
-    const int64_t shift = static_cast<int64_t>(p.custom_mask % 16);  // so that whole vectors are aligned
+    const int64_t shift = static_cast<int64_t>(p.custom_mask % 16);  // shifted so that whole vectors are aligned
     const int64_t begin = (start + shift) / 16, stop = (end + shift + 15) / 16;
     for (int64_t v = begin + static_cast<int64_t>(blockIdx.x) * FILL_THREADS + threadIdx.x; v < stop;
          v += static_cast<int64_t>(gridDim.x) * FILL_THREADS) {
@@ -278,7 +278,7 @@ __device__ __forceinline__ void plan_fill(const PlanListParams &p) {
                     }
                 }
             }
-            // What each query attends to behind the prefix: few keys, by the first CTA.
+            // Write the few keys that each query attends to behind the prefix, by the first CTA.
             for (uint32_t j = blockIdx.x == 0 ? threadIdx.x / 32 : r.n; j < r.n; j += FILL_THREADS / 32) {
                 const int32_t q = r.first + static_cast<int32_t>(j), start = indptr[q], slots = indptr[q + 1] - start;
                 for (int64_t o = r.len + threadIdx.x % 32; o < slots; o += 32) {

@@ -89,7 +89,7 @@ __device__ __forceinline__ void write_row(const PlanTableParams &p, Buffer buffe
     }
 }
 
-// Whether branch `j` attends to its own lane, all of it, and nothing else.
+// True if branch `j` attends to its own lane, all of it, and nothing else.
 __device__ __forceinline__ bool is_lane(form::Step s, const uint64_t *mask, uint32_t j) {
     for (uint32_t w = 0; w < form::mask_words(s); ++w) {
         if (mask[w] != form::lane_word(s, j, w)) {

@@ -1,5 +1,5 @@
-// Between a layer's qkv product and its attention: biases, RMSNorm of each query and key head, rotary positions, and the
-// write of keys and values to the paged cache. One warp a head of a row.
+// Works between a layer's qkv product and its attention: biases, RMSNorm of each query and key head, rotary positions,
+// and the write of keys and values to the paged cache. One warp a head of a row.
 //
 //   x      = qkv[row, head] + bias[head]
 //   q, k   = rotate(norm(x), position[row]);  v = x
@@ -99,7 +99,7 @@ __device__ __forceinline__ float2 value_pair(const uint16_t *x, const uint16_t *
     return bias == nullptr ? v : add_pair<T>(v, bias, i, count, wide);
 }
 
-// Whether all of a value will be finite as it is stored; a warp asks.
+// True if all of a value will be finite as it is stored; a warp calls it.
 template <typename T>
 __device__ __forceinline__ bool is_finite(const uint16_t *x, const uint16_t *bias, int32_t count, bool wide) {
     bool finite = true;

@@ -17,7 +17,7 @@ extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, un
 
 namespace specrs {
 
-constexpr uint32_t LANE_THREADS = 8;  // of a lane: a path has a few tokens
+constexpr uint32_t LANE_THREADS = 8;  // threads of a lane: a path has a few tokens
 
 // Words that the host writes, or that atomics of other blocks do.
 __device__ __forceinline__ uint32_t fresh(uint64_t address) {
@@ -28,7 +28,7 @@ __device__ __forceinline__ const int32_t *ints(uint64_t address) {
     return reinterpret_cast<const int32_t *>(address);
 }
 
-// Whether the numbers of a lane make sense; `reporter` records why they do not.
+// True if the numbers of a lane make sense; `reporter` records why they do not.
 __device__ __forceinline__ bool in_order(const RoundEndParams &p, int32_t lane, int32_t begin, int32_t end, int32_t len,
                                          int32_t new_len, int32_t stops, bool reporter) {
     Buffer buffer = BUFFER_PATH;
@@ -204,7 +204,7 @@ __device__ __forceinline__ void round_end(const RoundEndParams &p) {
     } else {
         copy_found(p, slot);
     }
-    __threadfence_system();  // what this thread wrote, before its block counts as through
+    __threadfence_system();  // makes this thread's writes visible before its block counts as through
     __syncthreads();
     if (threadIdx.x != 0) {
         return;
@@ -214,7 +214,7 @@ __device__ __forceinline__ void round_end(const RoundEndParams &p) {
     if (atomicInc(ticket, gridDim.x - 1) != gridDim.x - 1) {
         return;
     }
-    __threadfence_system();  // what the other blocks wrote, before the slot is whole
+    __threadfence_system();  // makes the other blocks' writes visible before the slot is whole
     const uint32_t next = round + 1;
     control[CONTROL_ROUNDS] = static_cast<int32_t>(next);
     int32_t *taken = ring + static_cast<uint64_t>(next & p.slot_mask) * p.slot_words;

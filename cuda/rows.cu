@@ -11,8 +11,8 @@
 
 namespace specrs {
 
-// out[targets[row]] = table[indices[row] + shift], bytes as they are. An index of -1 is a lane without a row: zeros, or
-// nothing where the output keeps what it has. One outside the table, or the output, is recorded, and counts as -1.
+// out[targets[row]] = table[indices[row] + shift], bytes as they are. An index of -1 is a lane without a row: the
+// output gets zeros, or keeps what it has. An index outside the table, or the output, is recorded, and counts as -1.
 template <typename Vector>
 __device__ __forceinline__ void gather_rows(const GatherRowsParams &p) {
     const Kernel kernel = static_cast<Kernel>(p.kernel);
@@ -24,7 +24,7 @@ __device__ __forceinline__ void gather_rows(const GatherRowsParams &p) {
     if (row < live) {
         index = row;
         if (p.indices != 0) {
-            // Wraps in unsigned arithmetic: what comes out of a wild index is checked below.
+            // Wraps in unsigned arithmetic: the result of a wild index is checked below.
             index = static_cast<int32_t>(static_cast<uint32_t>(reinterpret_cast<const int32_t *>(p.indices)[row]) +
                                          static_cast<uint32_t>(p.shift));
         }
@@ -62,7 +62,7 @@ __device__ __forceinline__ void gather_rows(const GatherRowsParams &p) {
     }
 }
 
-constexpr int NORM_VECTORS = 4;  // of a thread: what keeps a row in registers
+constexpr int NORM_VECTORS = 4;  // vectors of a thread: so many keep a row in registers
 
 // Weights `at`..`at + WIDTH` of a norm, 0 behind its last column.
 template <typename T>

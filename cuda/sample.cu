@@ -46,7 +46,7 @@ constexpr int TILE = THREADS * UNROLL;
 constexpr int BINS = 1024;
 constexpr int CANDIDATES = 1024;
 constexpr int MAX_VOCAB = 1 << 18;
-// Those of a whole row, and one for what lies before the first aligned vector.
+// Tiles of a whole row, and one for the elements before the first aligned vector.
 constexpr int TILES = MAX_VOCAB / TILE + 2;
 constexpr int ID_BITS = 18;
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
@@ -74,7 +74,7 @@ struct Shared {
     int32_t token;
 };
 
-// Which tokens are kept: those of the bins before `bin`, and in it those up to `rank`.
+// The kept tokens: those of the bins before `bin`, and in `bin` those up to `rank`.
 struct Cut {
     uint32_t bin;
     uint64_t rank;
@@ -89,12 +89,12 @@ struct Row {
     int32_t vocab;
     bool edits;
     bool penalises;
-    // Of the request's list, sorted by token: outputs is -1 for a token that has a bias and was never seen.
+    // Edits in the request's list, sorted by token: outputs is -1 for a token that has a bias and was never seen.
     const int32_t *tokens;
     const uint32_t *biases;
     const int32_t *outputs;
     int32_t listed;
-    // Of the walk so far.
+    // Path of the walk so far.
     const int32_t *path;
     int32_t depth;
     float repetition, presence, frequency;
@@ -209,7 +209,7 @@ __device__ __forceinline__ uint64_t scan(Shared &shared, uint64_t x, uint64_t &t
         shared.warp_sums[warp] = x;
     }
     __syncthreads();
-    uint64_t sum = shared.warp_sums[lane];  // as many warps as lanes
+    uint64_t sum = shared.warp_sums[lane];  // there are as many warps as lanes
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
         const uint64_t y = __shfl_up_sync(ALL_LANES, sum, d);
@@ -298,8 +298,8 @@ __device__ __forceinline__ void add_to_bin(Shared &shared, int32_t bin, uint64_t
     }
 }
 
-// Histogram of the tokens within `cut` whose log-weight is at least `least`; the weight of all within `cut`, whatever their
-// log-weight, where WEIGHTS.
+// Count the tokens within `cut` whose log-weight is at least `least`, in a histogram; with WEIGHTS, return the weight
+// of all within `cut`, whatever their log-weight.
 template <bool WEIGHTS, typename L>
 __device__ __noinline__ uint64_t histogram(const Row<L> &row, Shared &shared, Softmax softmax, Cut cut, float least) {
     clear_bins(shared);
@@ -347,8 +347,8 @@ __device__ __forceinline__ bool find_bin(Shared &shared, uint64_t need, uint64_t
     return total >= need;
 }
 
-// Put the ranks of the tokens for which `keep(id, x)` holds into `keys`, in any order, the rest of a power of two is filled up;
-// how many there are, of which CANDIDATES are kept at most.
+// Put the ranks of the tokens for which `keep(id, x)` holds into `keys`, in any order, and fill the rest of a power of
+// two up. Returns how many there are; at most CANDIDATES are kept.
 template <typename L, typename Keep>
 __device__ __forceinline__ int gather(const Row<L> &row, Shared &shared, Keep keep) {
     __syncthreads();
@@ -372,7 +372,7 @@ __device__ __forceinline__ int gather(const Row<L> &row, Shared &shared, Keep ke
     return n;
 }
 
-// Those of the bins from `first` to that of `cut`, within both cuts.
+// Take the tokens of the bins from `first` to that of `cut`, within both cuts.
 template <typename L>
 __device__ __noinline__ int gather_bins(const Row<L> &row, Shared &shared, Softmax softmax, Cut cut, uint32_t first,
                                         Cut also) {
@@ -386,7 +386,7 @@ __device__ __noinline__ int gather_bins(const Row<L> &row, Shared &shared, Softm
     });
 }
 
-// Those of at least this logit.
+// Take the tokens of at least this logit.
 template <typename L>
 __device__ __noinline__ int gather_from(const Row<L> &row, Shared &shared, float bound) {
     return gather(row, shared, [&](int32_t, float x) { return x >= bound; });
@@ -526,7 +526,7 @@ __device__ __noinline__ int32_t draw_gathered(Shared &shared, Softmax softmax, i
         target = draw::mass(p, total);
     }
     const bool kept = i < best && weight >= floor && (!by_p || above < target);
-    // By id. Kept tokens come first in the ranking, so the rest is behind them; 41 bits hold any weight.
+    // Sort by id. Kept tokens come first in the ranking, so the rest is behind them; 41 bits hold any weight.
     const int count = __syncthreads_count(kept);
     const int size = power_of_two(count);
     if (i < size) {
@@ -544,7 +544,7 @@ __device__ __noinline__ int32_t draw_gathered(Shared &shared, Softmax softmax, i
     return shared.token;
 }
 
-// Why no token can be drawn, and where.
+// Reason why no token can be drawn, and its place.
 struct Fault {
     Probe probe;
     Buffer buffer;
@@ -595,8 +595,8 @@ __device__ int32_t draw_token(const Row<L> &row, Shared &shared, const SamplerRo
     const Cut all{BINS, NO_RANK};
     Cut cut = all;
     if (top_k != 0 && top_k <= CANDIDATES) {
-        // Each thread's largest logit is one of its own, so the k-th largest of these has k - 1 logits above it. Threads that
-        // have none stand behind all: then everything is gathered.
+        // Each thread's largest logit is one of its own, so the k-th largest of these has k - 1 logits above it.
+        // Threads without a logit stand behind all: then everything is gathered.
         __syncthreads();
         shared.keys[threadIdx.x] = ~own_best;
         sort(shared, CANDIDATES);
@@ -609,7 +609,7 @@ __device__ int32_t draw_token(const Row<L> &row, Shared &shared, const SamplerRo
     if (top_k != 0) {
         uint64_t total;
         histogram<false>(row, shared, softmax, all, -__int_as_float(0x7f800000));
-        // Where fewer tokens than k have a weight, all of them are kept.
+        // If fewer tokens than k have a weight, all of them are kept.
         if (find_bin<false>(shared, top_k, total)) {
             const uint32_t bin = shared.found_bin, before = shared.found_before, members = shared.found_count;
             if (before + members <= CANDIDATES) {
@@ -644,7 +644,8 @@ __device__ int32_t draw_token(const Row<L> &row, Shared &shared, const SamplerRo
     return invert_row<true>(row, shared, softmax, cut, sampler.min_weight, u);
 }
 
-// Mark the tokens that edits name; false where the list lies outside its arrays or names what is no token, which is recorded.
+// Mark the tokens that edits name; false if the list lies outside its arrays or names an id that is no token, which is
+// recorded.
 template <typename L>
 __device__ bool begin_edits(const SampleParams &p, Row<L> &row, Shared &shared, int32_t request) {
     const int32_t begin = reinterpret_cast<const int32_t *>(p.edit_begins)[request];
@@ -758,8 +759,9 @@ __device__ __forceinline__ void sample_walk(const SampleParams &p) {
     }
 }
 
-// What was drawn at a node, in 64 bits: the token in the lowest 32 (NO_TOKEN: none), the probe in the next 4, in the next 4
-// whether edits made the fault (1) or the request is left out (2), above them the column. A row that no walk reaches has 0.
+// The result of a node's draw, in 64 bits: the token in the lowest 32 (NO_TOKEN: none), the probe in the next 4, in the
+// next 4 whether edits made the fault (1) or the request is left out (2), above them the column. A row that no walk
+// reaches has 0.
 constexpr uint64_t DRAWN_EDITED = 1;
 constexpr uint64_t DRAWN_LEFT_OUT = 2;
 
@@ -780,7 +782,7 @@ __device__ __forceinline__ uint64_t draw_node(const SampleParams &p, Shared &sha
     for (int32_t i = threadIdx.x; i < live; i += THREADS) {
         const Range range = nodes_of(p.verify, KERNEL_SAMPLE_VERIFY, i, live, false);
         if (at >= range.begin && at - range.begin < range.size) {
-            owner = i;  // of offsets that overlap either may win: such a batch has a fault of its own
+            owner = i;  // if offsets overlap, either may win: such a batch has a fault of its own
         }
     }
     __syncthreads();
@@ -792,7 +794,7 @@ __device__ __forceinline__ uint64_t draw_node(const SampleParams &p, Shared &sha
     const int32_t *parents = reinterpret_cast<const int32_t *>(p.verify.tree_parents) + range.begin;
     const int32_t *tokens = reinterpret_cast<const int32_t *>(p.verify.tree_tokens) + range.begin;
     if (threadIdx.x == 0) {
-        // Up to the root; a node that is deeper than a path may be, or whose parents are none, is not reached.
+        // Walk up to the root; a node that is deeper than a path may be, or whose parents are invalid, is not reached.
         int32_t depth = 0, node = at - range.begin;
         const int32_t room = min(p.verify.max_path - 1, FULL_PATH);
         while (node > 0 && depth < room && in_bounds(parents[node], node)) {
@@ -815,7 +817,7 @@ __device__ __forceinline__ uint64_t draw_node(const SampleParams &p, Shared &sha
         return drawn(NO_TOKEN, PROBE_NONE, DRAWN_LEFT_OUT, 0);
     }
     if (row.penalises) {
-        // A draft that is no token of the vocabulary is never drawn, so nothing below it is reached.
+        // A draft outside the vocabulary is never drawn, so nothing below it is reached.
         for (int32_t i = threadIdx.x; i < depth; i += THREADS) {
             if (in_bounds(path[i], p.verify.vocab)) {
                 atomicOr(&shared.edited[path[i] >> 5], 1u << (path[i] & 31));

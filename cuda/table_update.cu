@@ -1,5 +1,5 @@
-// Changed columns of the page table, from a staging slot in pinned host memory to the table on the device: one block a
-// change. A change names its row, its first column, how many columns, and where its page ids begin in the slot.
+// Puts changed columns of the page table from a staging slot in pinned host memory into the table on the device: one
+// block a change. A change names its row, its first column, how many columns, and where its page ids begin in the slot.
 // Row, columns and ids are checked here although the host made them: the slot is memory that the host writes again.
 #include "common.cuh"
 

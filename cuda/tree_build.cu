@@ -16,8 +16,9 @@ namespace specrs {
 constexpr int MAX_CANDIDATES = 4096;
 constexpr int MAX_TREE = 1024;  // `bounds::MAX_DRAFT_TOKENS`
 
-// How many of `count` scores from `first` on come before candidate c: larger ones, and as good ones of a lower index. The
-// candidates of a warp are `c - lane` and the 31 behind it, so that most blocks of 32 need one comparison a score.
+// Count how many of `count` scores from `first` on come before candidate c: larger ones, and as good ones of a lower
+// index. The candidates of a warp are `c - lane` and the 31 behind it, so that most blocks of 32 need one comparison a
+// score.
 __device__ __forceinline__ int32_t rank_of(const float *scores, int32_t count, int32_t c) {
     const float own = scores[c];
     const int32_t own_block = c / 32 * 32;
@@ -40,12 +41,12 @@ __device__ __forceinline__ int32_t rank_of(const float *scores, int32_t count, i
 // The limits of a request, checked.
 struct Limits {
     int32_t within;  // candidates of its sound steps within its depth
-    int32_t count;   // of them, at most, in the tree
+    int32_t count;   // most candidates that the tree takes
 };
 
 __device__ __forceinline__ Limits limits_of(const TreeBuildParams &p, int32_t request, int32_t live, bool reporter) {
     if (request >= live) {
-        return {0, -1};  // not even a root
+        return {0, -1};  // no root either
     }
     int32_t sound = reinterpret_cast<const int32_t *>(p.drafts.sound)[request];
     if (sound < 0 || sound > p.drafts.steps) {

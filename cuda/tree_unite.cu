@@ -1,7 +1,7 @@
-// One tree of two for each request: the nodes of its own tree, which the device drafted, and of another one, which the
-// host made. Equal paths are one node, whose score is the greater one. Of all, the best `max_nodes[i]` stay, by score,
-// ties by lower index: own nodes first, then the other's. The deepest path is numbered first, as exact attention wants
-// it; then the rest, own nodes first. `unite` of tests/python/reference_unite.py is the reference. One block a request.
+// Unites two trees into one for each request: its own tree, which the device drafted, and another one, which the host
+// made. Equal paths are one node, whose score is the greater one. The best `max_nodes[i]` nodes stay, by score, ties by
+// lower index: own nodes first, then the other's. The deepest path is numbered first, as exact attention wants it; then
+// the rest, own nodes first. `unite` of tests/python/reference_unite.py is the reference. One block a request.
 //
 // A block needs the sizes of the trees before its own, and so counts which nodes of these are equal too: a warp a
 // request. No block waits for another.
@@ -25,7 +25,7 @@ struct Tree {
     const float *scores;
 };
 
-// A root alone, of which nothing is read, where the offsets are none of a tree.
+// A root alone, of which nothing is read, if the offsets describe no tree.
 __device__ __forceinline__ Tree tree_of(const TreeUniteParams &p, bool own, int32_t request, bool reporter) {
     const GivenTrees &given = own ? p.own : p.other;
     const int32_t *offsets = reinterpret_cast<const int32_t *>(given.offsets);
@@ -65,8 +65,8 @@ __device__ __forceinline__ int32_t parent_of(const TreeUniteParams &p, const Tre
     return 0;
 }
 
-// Where the other tree's nodes are among all of a request: an own node's index, or behind these. A warp calls it; gives
-// how many nodes there are. `places`, where given, gets MOST entries.
+// Place the other tree's nodes among all of a request: at an own node's index, or behind these. A warp calls it;
+// returns the number of nodes. `places`, where given, gets MOST entries.
 __device__ __forceinline__ int32_t place(const TreeUniteParams &p, const Tree &own, const Tree &other, int32_t request,
                                          bool reporter, int32_t *places) {
     const int32_t lane = threadIdx.x % 32;
@@ -202,8 +202,8 @@ __device__ __forceinline__ void tree_unite(const TreeUniteParams &p) {
         chosen[x] = stays;
     }
     __syncthreads();
-    // A parent scores no less than its child and stands before it, so it stays where the child does; the root stands in
-    // for one that does not.
+    // A parent scores no less than its child and stands before it, so it stays where the child does; the root replaces
+    // a parent that does not stay.
     int32_t up = -1;
     if (stays && x > 0) {
         up = chosen[parents[x]] ? parents[x] : 0;

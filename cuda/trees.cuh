@@ -1,4 +1,4 @@
-// What the kernels that make trees of a batch share: its offsets, the nodes behind its last tree, and the links, depths
+// Parts of the kernels that make trees of a batch: its offsets, the nodes behind its last tree, and the links, depths
 // and ancestor bits that follow from parents.
 #pragma once
 
@@ -26,7 +26,8 @@ __device__ __forceinline__ int32_t max_nodes_of(const Trees &trees, const Report
     return 1;
 }
 
-// Where a request's tree begins, and behind the last request's where all end. One thread of its block calls it.
+// Write the beginning of a request's tree, and behind the last request's the end of all. One thread of its block calls
+// it.
 __device__ __forceinline__ void write_offsets(const Trees &trees, int32_t request, int32_t begin, int32_t total) {
     int32_t *offsets = reinterpret_cast<int32_t *>(trees.offsets);
     offsets[request] = begin;
@@ -52,7 +53,7 @@ __device__ __forceinline__ void write_dead_nodes(const Trees &trees, int32_t req
     }
 }
 
-// What follows from the parents of a tree's `size` nodes, each below its children; the nodes lie from `begin` on.
+// Write what follows from the parents of a tree's `size` nodes, each below its children; the nodes lie from `begin` on.
 __device__ __forceinline__ void write_links(const Trees &trees, const int32_t *parents, int32_t begin, int32_t size) {
     const uint32_t words = static_cast<uint32_t>(trees.draft_tokens + 63) / 64;
     for (int32_t j = threadIdx.x; j < size; j += blockDim.x) {

@@ -17,7 +17,7 @@
 
 namespace specrs {
 
-constexpr int CHUNKS = 16;      // of a row, in mode full
+constexpr int CHUNKS = 16;      // chunks of a row, in mode full
 constexpr int MAX_TREE = 1024;  // `bounds::MAX_DRAFT_TOKENS`, the most that max_nodes is
 
 // Take the step at `walk.node`, whose row's largest key is `key`. Whether the walk goes on. As `step`.
@@ -127,7 +127,7 @@ __device__ __forceinline__ void verify_full(const VerifyParams &p) {
     __threadfence();
     __syncthreads();
     for (int32_t i = threadIdx.x; i < p.nodes; i += blockDim.x) {
-        keys[i] = 0;  // as the next launch needs them
+        keys[i] = 0;  // 0 as the next launch needs it
     }
     gather_walks(p, live);
 }

@@ -1,4 +1,5 @@
-// Walks over token trees, by whatever draws the tokens, and their gathering into flat arrays: `Accepts` of `src/round`.
+// Walks over token trees, by any kernel that draws the tokens, and gathers them into flat arrays: `Accepts` of
+// `src/round`.
 //
 // Every verifying kernel has the parameters of verification, `VerifyParams`.
 #pragma once
@@ -83,7 +84,7 @@ __device__ __forceinline__ bool step(const VerifyParams &p, Kernel kernel, int32
         if (writer) {
             record_fault(p.report, kernel, BUFFER_PATH, request, child, walk.length, p.max_path);
         }
-        return false;  // what is emitted is right; there is only less of it
+        return false;  // the emitted tokens are right; there are only fewer of them
     }
     walk.node = child;
     return true;

@@ -26,7 +26,7 @@ __device__ __forceinline__ void warpgroup_commit() { asm volatile("wgmma.commit_
 // Wait for all products of this warpgroup.
 __device__ __forceinline__ void warpgroup_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;\n" ::: "memory"); }
 
-// What this thread wrote to shared memory becomes visible to products; a barrier must follow.
+// Make this thread's writes to shared memory visible to products; a barrier must follow.
 __device__ __forceinline__ void publish_to_products() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
 // Barriers in shared memory that count arrivals, `count` a phase; waits are for the end of a phase of parity `parity`. PTX ISA,

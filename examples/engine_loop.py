@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from specrs import LLM, FinishReason, RequestOutput, SamplingParams
 
-ARRIVALS = {0: "def quicksort(items):", 2: "import os\n", 3: "class Stack:"}  # by step: as from a queue of your server
+# Prompts by step, as from a queue of your server.
+ARRIVALS = {0: "def quicksort(items):", 2: "import os\n", 3: "class Stack:"}
 ABORTED_AT = 6  # the step at which the client of the second request hangs up
 
 
 def serve(llm: LLM) -> dict[int, RequestOutput]:
-    """Run until nothing is left; outputs by request."""
+    """Run until nothing is left, and return outputs by request."""
     outputs: dict[int, RequestOutput] = {}
     arrivals = dict(ARRIVALS)
     ids: list[int] = []

@@ -20,7 +20,7 @@ SHAPE = TreeShape(3, 4, 13)  # up to 3 branches of 4 drafts each; 13 nodes with 
 
 
 class Model:
-    """Random weights; attention is left to whoever calls."""
+    """A model of random weights; the caller computes attention."""
 
     def __init__(self, seed: int) -> None:
         make = torch.Generator().manual_seed(seed)
@@ -52,7 +52,8 @@ class Model:
 
 
 def attention(plan: Plan, cache: torch.Tensor):
-    """What FlashInfer's kernels do with these arrays: write the new KV, then read each request's slots, masked."""
+    """Compute what FlashInfer's kernels do with these arrays: write the new KV, then read each request's slots,
+    masked."""
     a = {name: torch.from_dlpack(array).long() for name, array in plan.arrays().items()}
     slots, starts, masks = torch.from_dlpack(plan.out_slots).long(), a["kv_indptr"], a.get("mask_indptr")
 

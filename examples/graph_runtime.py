@@ -25,8 +25,8 @@ BUCKETS = [1, 2, 4, 8]
 
 
 class Step(torch.nn.Module):
-    """One token a request: scores [batch, VOCAB] from tokens, positions, slots and pages. In float64, so that nothing
-    but a mistake changes a token."""
+    """One step of a model: scores [batch, VOCAB] from tokens, positions, slots and pages, a token a request. In
+    float64, so that only a mistake changes a token."""
 
     def __init__(self, num_slots: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def main() -> None:
             order = sorted(live)
             seqs, lens = [live[i][0] for i in order], [live[i][1] for i in order]
             with pool.reserve([(seq, n + 1) for seq, n in zip(seqs, lens)]) as lease:
-                plan = planner.decode(seqs, lens)  # where each token goes, audited before anything is launched
+                plan = planner.decode(seqs, lens)  # says where each token goes, audited before anything is launched
                 table = torch.zeros(len(order), geometry.row_pages, dtype=torch.int32)
                 pages = torch.from_dlpack(plan.page_table())
                 table[:, : pages.shape[1]] = pages

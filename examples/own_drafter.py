@@ -1,4 +1,5 @@
-"""A source of drafts of your own, and one tree from it and the package's: whatever it proposes, outputs stay the same.
+"""A source of drafts of your own, and one tree from it and the package's sources: outputs stay the same whatever it
+proposes.
 
 python examples/own_drafter.py
 """
@@ -15,7 +16,7 @@ TEXT = b"".join(b"row %d: %d squared is %d\n" % (n, n, n * n) for n in range(30)
 
 
 class TableDrafter:
-    """Knows how the rows of a table go on, and what a square is; the text alone does not say."""
+    """Knows how the rows of a table go on, and what a square is, which the text alone does not tell."""
 
     name: str = "table"
     depth: int = 32

@@ -23,7 +23,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 def build() -> Any:
-    """The ASGI application of one replica, made in its process; its responses say which replica gave them."""
+    """Return the ASGI application of one replica, made in its process; its responses say which replica gave them."""
     from specrs.serve import ServeConfig, app
 
     inner = app(ServeConfig.from_env())
@@ -49,7 +49,8 @@ class Specrs:
     """One replica. Ray replaces it where `check_health` raises."""
 
     async def check_health(self) -> None:
-        """As ``GET /health`` says: the engine's thread is there, and its device and ledger are sound."""
+        """Raise where ``GET /health`` would fail: the engine's thread must be there, and its device and ledger
+        sound."""
         statuses: list[int] = []
 
         async def receive() -> Message:

@@ -28,7 +28,7 @@ pub enum Error {
         what: &'static str,
         /// The value that was given, printed.
         got: String,
-        /// Why it is refused, and what would work.
+        /// Reason why it is refused, and an alternative that would work.
         why: String,
     },
     /// A size that does not fit the integer type that indexes it.
@@ -52,7 +52,7 @@ pub enum Error {
         need: u64,
         /// Elements there are.
         have: u64,
-        /// Which configuration asks for this size.
+        /// The configuration that asks for this size.
         hint: String,
     },
     /// The pool has too few free pages; nothing was changed.
@@ -78,7 +78,7 @@ pub enum Error {
         what: &'static str,
         /// Printed handle.
         id: String,
-        /// What happened to it.
+        /// Event by which it ended.
         why: String,
     },
     /// A page freed more often than it is owned; nothing was changed.
@@ -96,7 +96,7 @@ pub enum Error {
     /// The ledger disagrees with the free list or a sequence: a bug in specrs or in the caller's use of raw pages.
     #[error("pool audit failed: {what}; history: {history}")]
     Audit {
-        /// What disagrees, with both values.
+        /// The two things that disagree, with both values.
         what: String,
         /// Events of the page concerned.
         history: String,
@@ -139,7 +139,7 @@ pub enum Error {
     /// A grammar that cannot be honoured: malformed, too large, or not for this vocabulary.
     #[error("{what}: {why}")]
     Grammar {
-        /// What of it, such as `json`.
+        /// The part that is meant, such as `json`.
         what: &'static str,
         /// Reason.
         why: String,
@@ -161,9 +161,9 @@ pub enum Error {
     Mismatch {
         /// Operand.
         operand: &'static str,
-        /// What was given.
+        /// The value that was given.
         got: String,
-        /// What is needed.
+        /// The value that is needed.
         want: String,
     },
     /// A view of memory that is written again and again (static buffers, a graph's output) was read after a later
@@ -187,7 +187,7 @@ pub enum Error {
         call: &'static str,
         /// Type of the node that may not be there; empty where it is none.
         node: String,
-        /// Where that node is, from the outermost graph in; empty where it is none.
+        /// Path to that node, from the outermost graph in; empty where it is none.
         path: String,
         /// Reason.
         why: String,
@@ -195,7 +195,7 @@ pub enum Error {
     /// A device has too little free memory; nothing was allocated.
     #[error("device memory of cuda:{device}: {what} needs {need} bytes, {have} are free; {hint}")]
     DeviceMemory {
-        /// What was to be allocated.
+        /// The thing that was to be allocated.
         what: String,
         /// Ordinal of the device.
         device: i32,
@@ -203,7 +203,7 @@ pub enum Error {
         need: u64,
         /// Bytes free.
         have: u64,
-        /// What would fit.
+        /// A size or an option that would fit.
         hint: String,
     },
     /// The CUDA driver, or a library of CUDA, refused a call.
@@ -211,7 +211,7 @@ pub enum Error {
     Cuda {
         /// Call.
         call: &'static str,
-        /// Its message, with its code.
+        /// The library's message, with its code.
         message: String,
     },
     /// CUDA is asked for and not there.
@@ -219,7 +219,7 @@ pub enum Error {
     CudaUnavailable(String),
 }
 
-/// What would work, of an index that the caller can do something about: the end of the message.
+/// A remedy for an index that the caller can do something about: the end of the message.
 fn remedy(buffer: &str) -> &'static str {
     match buffer {
         "allocated positions" => "; reserve them first (`Pool.reserve`)",

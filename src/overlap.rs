@@ -33,7 +33,7 @@ impl Span {
 
 /// An operand whose memory is known; one that is left out has none.
 pub trait Operand {
-    /// Its memory.
+    /// Span of the operand's memory.
     fn span(&self) -> Span;
 }
 
@@ -49,7 +49,7 @@ impl<O: Operand + ?Sized> Operand for &O {
     }
 }
 
-/// Check that nothing of `written` lies in other operands, those of `written` included. Both come in groups.
+/// Check that no operand of `written` overlaps another operand, of `written` or of `read`. Both come in groups.
 ///
 /// # Errors
 /// [`Error::Mismatch`] with the operand that would be written and the one that shares its memory.

@@ -42,10 +42,10 @@ pub enum Fault {
     HostLengths,
 }
 
-/// What there is to say about a [`Fault`].
+/// Description of a [`Fault`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FaultInfo {
-    /// Which.
+    /// The fault.
     pub fault: Fault,
     /// Number of the pull request that fixed it, by which it is known here.
     pub id: u32,
@@ -53,11 +53,11 @@ pub struct FaultInfo {
     pub title: &'static str,
     /// The pull request.
     pub report: &'static str,
-    /// What the switch puts back.
+    /// The behaviour that the switch puts back.
     pub reverts: &'static str,
     /// The function that consults the switch.
     pub place: &'static str,
-    /// What stops it: the check, and the kind of its error.
+    /// The guard that stops the fault: the check, and the kind of its error.
     pub guard: &'static str,
 }
 
@@ -117,7 +117,7 @@ pub const ABSENT: [(u32, &str); 1] = [(
 )];
 
 impl Fault {
-    /// What there is to say about it.
+    /// Description of the fault.
     pub fn info(self) -> &'static FaultInfo {
         &FAULTS[self as usize]
     }
@@ -163,12 +163,12 @@ impl Reverts {
         Self(self.0 | 1 << fault as u8)
     }
 
-    /// Whether `fault` is to be put back.
+    /// True if `fault` is to be put back.
     pub const fn has(self, fault: Fault) -> bool {
         self.0 >> fault as u8 & 1 == 1
     }
 
-    /// Whether there is nothing to put back.
+    /// True if there is nothing to put back.
     pub const fn is_empty(self) -> bool {
         self.0 == 0
     }
@@ -178,7 +178,7 @@ impl Reverts {
         FAULTS.iter().filter(move |f| self.has(f.fault))
     }
 
-    /// What a run under this set says of itself; `None` for the empty set.
+    /// Warning of a run under this set; `None` for the empty set.
     pub fn warning(self) -> Option<String> {
         let named: Vec<_> = self.iter().map(|f| format!("\n  {}: {}", f.id, f.reverts)).collect();
         (!named.is_empty()).then(|| {

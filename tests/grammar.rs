@@ -38,7 +38,7 @@ fn spelled(path: &[i32]) -> String {
     path.iter().map(|&t| TOKENS[t as usize]).collect()
 }
 
-/// What may come behind `path`, by the language.
+/// The tokens that may come behind `path`, by the language.
 fn expected(texts: &[String], path: &[i32], endings: &[u32]) -> BTreeSet<u32> {
     let text = spelled(path);
     let plain = (0..END).filter(|&t| t != NONE);
@@ -157,7 +157,7 @@ fn a_form_begins_behind_its_mark() {
         }
     }
     assert!(seen.iter().all(|&n| n > 100), "{seen:?}");
-    // By its tokens, which are a text, it is the same; a special token is no text.
+    // The mark gives the same by its tokens, which are a text; a special token is no text.
     let same = Grammar::compile(&vocabulary(), &form, Some(&Mark::Tokens(vec![0, 3]))).unwrap();
     assert_eq!(allowed(&same.start(&[END]).unwrap(), &[0, 0, 1]), BTreeSet::from([1, 2, 6]));
     let special = Grammar::compile(&vocabulary(), &form, Some(&Mark::Tokens(vec![STOP]))).unwrap();
@@ -212,7 +212,7 @@ fn what_cannot_be_honoured_is_refused_with_a_reason() {
     }
 }
 
-/// Where a vocabulary lacks the letters, the grammar ends in an error of its own, and stays there.
+/// If a vocabulary lacks the letters, the grammar ends in an error of its own, and stays there.
 #[test]
 fn text_without_a_choice_is_looked_at_as_far_as_it_is_cheap() {
     let regex = |text: &str| Grammar::compile(&vocabulary(), &Form::Regex(text.into()), None);
@@ -246,7 +246,7 @@ fn a_dead_end_is_an_error_of_the_request() {
     assert!(!tracker.complete());
 }
 
-/// Whatever is asked in between, of whatever paths, a mask is that of its path; and commits go on from there.
+/// A mask is that of its path, whatever other paths are asked in between; and commits go on from there.
 fn any_order(texts: &[String], asked: Vec<(Vec<usize>, bool)>) {
     let grammar = Grammar::compile(&vocabulary(), &Form::Choice(texts.to_vec()), None).unwrap();
     let tracker = grammar.start(&[END]).unwrap();

@@ -34,7 +34,7 @@ struct File {
 }
 
 impl File {
-    /// Whether its `pub use` lines are a table of contents, and no imports.
+    /// True if its `pub use` lines are a table of contents, and no imports.
     fn is_facade(&self, all: &[File]) -> bool {
         all.iter().any(|f| f.module.len() == self.module.len() + 1 && f.module.starts_with(&self.module))
     }
@@ -241,8 +241,8 @@ fn a_module_imports_only_from_those_on_its_left() {
 
 #[test]
 fn rayon_runs_in_pools_of_ours() {
-    // Its global pool does not survive a fork: the child waits for threads that it does not have. Both of these make pools
-    // of their own, and run everything in them.
+    // rayon's global pool does not survive a fork: the child waits for threads that it does not have. Both of these
+    // make pools of their own, and run everything in them.
     let users = files().into_iter().filter(|f| f.code.contains("rayon")).map(|f| f.module.join("::"));
     assert_eq!(users.collect::<BTreeSet<_>>(), ["draft::corpus_file", "host::threads"].map(String::from).into());
 }

@@ -36,7 +36,7 @@ PYTHON = {  # prefixes of filters for pytest, and the files that they are for
 class Mutant:
     """One change: ``old``, which ``file`` has exactly once, becomes ``new``; ``test`` must then fail."""
 
-    fault: int | str  # its number, or "quiet"
+    fault: int | str  # number of the fault, or "quiet"
     kind: str  # guard, switch or quiet
     what: str
     file: str

@@ -1,4 +1,4 @@
-"""What to expect of a head: writes `acceptance.json` into its directory, from held-out prompts.
+"""Measures the acceptance of a head on held-out prompts, and writes `acceptance.json` into its directory.
 
     python -m training.acceptance [--model DIR --draft DIR] [--prompts FILE] [--count 48] [--max-tokens 128]
 
@@ -54,7 +54,7 @@ class Counts:
         return low
 
     def levels(self) -> list[float]:
-        """Of each level, the share that is accepted where the one above is."""
+        """Return for each level the share that is accepted where the one above is."""
         pairs = zip(self.reached, self.reached[1:], strict=False)
         return [round(below / above, 3) for above, below in pairs if above]
 

@@ -52,7 +52,8 @@ def mixture(docs: list[np.ndarray], generated: np.ndarray, length: int, batch: i
 def teach(
     model: Target, rows: Tensor, target_ids: Tensor, t2d: Tensor, hard: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the head learns from rows [B, T]: embeds, feats, the distribution to match, the target's argmax.
+    """Return the inputs and targets that the head learns from rows [B, T]: embeds, feats, the distribution to match,
+    the target's argmax.
 
     The distribution is the target's over the draft vocabulary, renormalised, with a share `hard` moved to its argmax: a
     greedy verifier asks for the argmax alone, a sampling one for the whole distribution.

@@ -22,7 +22,7 @@ from .target import Target
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a candidate run varies."""
+    """The settings that a candidate run varies."""
 
     epochs: float = 18.0
     dropout: float = 0.25

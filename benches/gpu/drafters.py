@@ -1,4 +1,4 @@
-"""What sources of drafts bring on a GPU, over plain decoding, by kind of work: the model in the package.
+"""Gains from sources of drafts on a GPU, over plain decoding, by kind of work: the model in the package.
 
 The kinds of `bench_drafters`, whose answers are what the model itself says. Engines of every mix live beside each other
 and take turns; whole requests, prompt included, one at a time. A ratio is the median over repeats of plain decoding's
@@ -54,7 +54,7 @@ def watch() -> Counter[int]:
 
 
 def run(llm: LLM, tasks: list[Task], length: int, temperature: float) -> tuple[float, list[Any]]:
-    """Seconds of all tasks, one after the other, and their outputs."""
+    """Return seconds of all tasks, one after the other, and their outputs."""
     outputs, seconds = [], 0.0
     for seed, task in enumerate(tasks):
         prompt = llm.encode(task.prompt) if isinstance(task.prompt, str) else task.prompt

@@ -76,14 +76,14 @@ NOT_MODEL = {
 }
 # One kernel embeds tokens (model), and gathers features and copies rows between tables (not the model).
 GATHERS = {"row gathers": r"^gather_rows"}
-TREES = {1: (8, 6, 64), 4: (4, 5, 24), 16: (2, 4, 8), 64: (1, 2, 3)}  # by batch: some 64 to 192 rows to verify
+TREES = {1: (8, 6, 64), 4: (4, 5, 24), 16: (2, 4, 8), 64: (1, 2, 3)}  # trees by batch: some 64 to 192 rows to verify
 
 
 class Random:
     """A checkpoint whose tensors are drawn when they are asked for.
 
     Attributes:
-        bytes: of all that were, of any checkpoint.
+        bytes: bytes of all tensors drawn so far, of any checkpoint.
     """
 
     bytes = 0
@@ -141,7 +141,7 @@ def add(llm: LLM, prompts: list[list[int]], count: int) -> list[int]:
 
 
 def written(llm: LLM) -> bool:
-    """Whether all prompts are, so that the next step is a round of every request."""
+    """Return whether all prompts are written, so that the next step is a round of every request."""
     scheduler = llm._scheduler
     return not scheduler._waiting and all(r.committed >= len(r.tokens) - 1 for r in scheduler._admitted)
 
@@ -184,7 +184,8 @@ def without_contract() -> Iterator[None]:
 def in_turns(
     engines: dict[str, LLM], prompts: list[list[int]], count: int
 ) -> tuple[dict[str, list[list[int]]], dict[str, float]]:
-    """By each engine: tokens of each request, and the median seconds of a round; the engines take turns."""
+    """Run the engines in turns, and return for each of them the tokens of each request and the median seconds of a
+    round."""
     ids: dict[str, list[int]] = {}
     tokens: dict[str, dict[int, list[int]]] = {name: {} for name in engines}
     for name, llm in engines.items():
@@ -223,17 +224,17 @@ def exactness(models_: tuple[Path, Path], batch: int, context: int, count: int, 
             }
         row[f"{kind}_ms"] = {name: round(s * 1e3, 3) for name, s in seconds.items()}
         row[f"{kind}_ratio"] = round(seconds["contract"] / seconds["fastest"], 4)
-        row["splits_of_the_last_layer_and_lm_head"] = splits  # of the fastest: for one row
+        row["splits_of_the_last_layer_and_lm_head"] = splits  # splits of the fastest: for one row
     row["same_tokens_plain_and_tree"] = {name: outputs["plain"][name] == outputs["tree"][name] for name in seconds}
     return row
 
 
 @dataclasses.dataclass
 class Watch:
-    """What the host did while rounds ran on: seconds that it waited for them, and when each ended on the device.
+    """Record of the host while rounds ran on: seconds that it waited for them, and when each ended on the device.
 
     Attributes:
-        waited: by step.
+        waited: seconds by step.
         ends: nanoseconds of the device's clock, by round.
     """
 
@@ -260,7 +261,7 @@ class Watch:
 
 
 def steady(llm: LLM, prompts: list[list[int]], count: int) -> tuple[list[list[int]], dict[str, float]]:
-    """Tokens of each request, and milliseconds of its steady rounds; nothing waits for the device but the engine.
+    """Return tokens of each request, and milliseconds of its steady rounds; only the engine waits for the device.
 
     ``step_ms``: from step to step. ``host_ms``: the host's part of a step, without its wait. ``period_ms``: from the
     end of a round to the end of the next one, by the device's clock.
@@ -294,7 +295,7 @@ def steady(llm: LLM, prompts: list[list[int]], count: int) -> tuple[list[list[in
 
 
 def draw_weights() -> None:
-    """From here on, models of this process have random weights."""
+    """Give models of this process random weights from here on."""
     llama.Checkpoint = eagle3.Checkpoint = models.cuda.Checkpoint = Random  # type: ignore[misc, assignment]
 
 
@@ -357,7 +358,8 @@ def under_way(llm: LLM, prompts: list[list[int]], count: int) -> Iterator[None]:
 
 
 def synchronisations(llm: LLM, prompts: list[list[int]], count: int, steps: int = 8) -> dict[str, Any]:
-    """What steady steps call of CUDA: every call that lets the host wait, and all calls by name, summed over steps."""
+    """Count the CUDA calls of steady steps: every call that lets the host wait, and all calls by name, summed over
+    steps."""
     try:
         with under_way(llm, [p[:64] for p in prompts], count):
             with driver_calls() as seen:
@@ -377,7 +379,7 @@ def synchronisations(llm: LLM, prompts: list[list[int]], count: int, steps: int 
 
 
 def traced(run: Any) -> list[tuple[str, float, float]]:
-    """What the GPU did meanwhile: name, start and microseconds of every kernel and copy, in order."""
+    """Return the GPU's work meanwhile: name, start and microseconds of every kernel and copy, in order."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
@@ -422,7 +424,7 @@ def profiled(llm: LLM, prompts: list[list[int]], count: int) -> dict[str, Any]:
         return {"rounds": 0, "error": f"the profiler saw {len(events)} kernels and copies, and no end of a round"}
     spent: dict[str, float] = {}
     launches: dict[str, int] = {}
-    busy, until = 0.0, 0.0  # of kernels that overlap, the time counts once
+    busy, until = 0.0, 0.0  # kernels that overlap count their time once
     for name, start, us in events:
         spent[name] = spent.get(name, 0.0) + us / ran
         launches[name] = launches.get(name, 0) + 1
@@ -582,7 +584,7 @@ def main() -> None:
                     row[f"{name}_grown_bytes"] = torch.cuda.memory_reserved() - before
                     row[f"{name}_beside_bytes"] = beside(llm)
                 outputs.append(tokens)
-            # What the round would yield with drafts that are accepted so far.
+            # Yield of the round with drafts that are accepted so far.
             row["tokens_per_second_at_4"] = round(batch * 4e3 / row["speculative_ms"], 1)
             row |= {"same_tokens": outputs[0] == outputs[1], "ratio": round(row["speculative_ms"] / row["plain_ms"], 2)}
             keep(cases, row)

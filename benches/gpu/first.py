@@ -1,4 +1,4 @@
-"""What drafts by default bring and cost on a GPU from an engine's first request on: the model in the package.
+"""Gains and costs of drafts by default on a GPU from an engine's first request on: the model in the package.
 
 "first": new engines, one request of Python code each, over plain decoding of the same request by a warm plain engine;
 what a new engine takes to make its graphs is in it. "mix": one engine and all kinds of text, in orders that differ; a
@@ -79,7 +79,7 @@ class Pair:
         policy.kinds[:] = [Kind.of(one, steps) for one in read_acceptance(assets.draft_dir())]
 
     def both(self, asked: list[tuple[str, int, float, int]]) -> tuple[float, float, list[Any]]:
-        """Seconds of plain decoding, the least of two; of the new engine; its outputs."""
+        """Return seconds of plain decoding, the least of two; of the new engine; and its outputs."""
         assert self.default is not None
         took, outputs = run(self.default, asked)
         (first, want), (second, _) = run(self.plain, asked), run(self.plain, asked)

@@ -89,7 +89,7 @@ def once(call: Any) -> tuple[float, float]:
 
 
 def measure(driver: Driver, name: str, round_: Round, turns: int) -> dict[str, Any]:
-    """One row: the candidates take turns."""
+    """Measure one row: the candidates take turns."""
     batch, page, peer = round_.batch, round_.page, round_.peer
     ours = Specrs(driver, batch, page, name)
     ours()
@@ -148,12 +148,12 @@ def measure(driver: Driver, name: str, round_: Round, turns: int) -> dict[str, A
 
 
 def check(name: str, round_: Round) -> list[str]:
-    """What of the peer's arrays differs from the closed forms."""
+    """Return the peer's arrays that differ from the closed forms."""
     return differences(round_.arrays(), closed_form(name, round_.inputs))
 
 
 def check_specrs(peer: Sglang, device: Device) -> list[str]:
-    """Where the bindings are built: the peer's arrays against specrs's, for a few batches in specrs's own pool."""
+    """Compare the peer's arrays with specrs's, where the bindings are built, for a few batches in specrs's own pool."""
     from peer_specrs import Session
 
     said = []

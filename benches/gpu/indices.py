@@ -66,7 +66,7 @@ class World:
 
 
 class Steps:
-    """What the device planner writes for all draft steps in one format, each step's arrays apart."""
+    """The device planner's work for all draft steps in one format, each step's arrays apart."""
 
     def __init__(self, world: World, format: Format) -> None:
         self.world, self.format = world, format
@@ -140,7 +140,7 @@ def measure(batch: int, repeats: int) -> dict[str, Any]:
     torch.cuda.synchronize()
     device.check()
     for steps in made.values():
-        steps.check()  # what the replays left
+        steps.check()  # finds faults of the replays
     return {
         "batch": batch,
         "us": us,

@@ -115,7 +115,7 @@ def main() -> None:
     tiny = cache.view(-1)[: 2 * 8 * 64].view(1, 2, 8, 1, 64)
     one = [torch.tensor(v, dtype=torch.int32, device="cuda") for v in ([1], [2], [0, 1])]
     result = {
-        "copy_gb_per_s": rows[-1]["copy_gb_per_s"],  # of the largest copy below
+        "copy_gb_per_s": rows[-1]["copy_gb_per_s"],  # speed of the largest copy below
         "shapes": rows,
         "graph_node_us_of_a_dead_batch_of_64": round(medians(dead, a.repeats, warm_up=3)["dead"], 2),
         "host_us": {

@@ -1,4 +1,4 @@
-"""What a round launches beside the model, and what exactness costs its products: goals 3 to 6, 9 and 13.
+"""Launches of a round beside the model, and the cost of exactness in the model's products: goals 3 to 6, 9 and 13.
 
 Each part is a CUDA graph of many launches, timed by events; the figure is the median over replays of the time of one.
 Where torch has the same work (argmax, topk over softmax, a linear with whatever algorithm cuBLAS likes best), it takes
@@ -114,7 +114,7 @@ class Round:
         """Draft a tree; the logits of its steps."""
         rows = [self.batch, *[self.batch * SHAPE.topk] * (SHAPE.steps - 1)]
         logits = [torch.randn(n, vocab, device=CUDA) * 3 for n in rows]
-        self.ancestors = []  # of the beams after each step
+        self.ancestors = []  # bits of the beams after each step
         for step, scores in enumerate(logits):
             self.select(step, scores)
             self.ancestors.append(self.beams.ancestors.clone())

@@ -111,7 +111,7 @@ def in_turns(
 
 
 def package_case(hf: Any, requests: int, args: argparse.Namespace, until: float) -> dict[str, Any]:
-    """One request at a time (over a few prompts), or so many at once."""
+    """Measure one request at a time (over a few prompts), or so many at once."""
     together = requests > 1
     with contextlib.ExitStack() as stack:
         llms: dict[str, LLM] = {}
@@ -191,7 +191,8 @@ def package(args: argparse.Namespace, until: float, keep: Callable[[], None], ou
 
         hf = AutoModelForCausalLM.from_pretrained(assets.model_dir(), dtype=torch.bfloat16).to("cuda").eval()
         hf.generation_config.pad_token_id = 0
-        hf.generation_config.eos_token_id = None  # as ignore_eos: min_new_tokens would forbid EOS, and change the text
+        # Has the effect of ignore_eos: min_new_tokens would forbid EOS, and change the text.
+        hf.generation_config.eos_token_id = None
         out["transformers_attention"] = hf.config._attn_implementation
     except Exception as error:
         out["transformers_left_out"] = engine.reason(error)
@@ -306,7 +307,7 @@ class Worker:
         self._lines.put(None)
 
     def wait(self, name: str, until: float) -> bool:
-        """Whether it said `name` in time; else ``said["left_out"]`` has the reason."""
+        """Return whether the worker said `name` in time; else ``said["left_out"]`` has the reason."""
         while name not in self.said and "left_out" not in self.said:
             try:
                 line = self._lines.get(timeout=max(0.01, until - time.perf_counter()))
@@ -346,7 +347,7 @@ class Worker:
 
 @contextlib.contextmanager
 def workers(contexts: list[int], layers: int) -> Iterator[dict[int, Worker]]:
-    """One for each context; gone behind the block, whatever happens."""
+    """Start a worker for each context; all are gone behind the block, whatever happens."""
     made: dict[int, Worker] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
@@ -457,7 +458,7 @@ def main() -> None:
 
 
 def equal(row: dict[str, Any]) -> bool:
-    """Whether a case ran, and all of specrs's engines gave the same tokens."""
+    """Return whether a case ran, and all of specrs's engines gave the same tokens."""
     return bool(row.get("specrs_tokens_equal"))
 
 

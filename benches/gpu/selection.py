@@ -1,4 +1,4 @@
-"""From draft logits to beams, and from target logits to accepted tokens: K=8, S=6, V=64, f32 logits.
+"""Times the way from draft logits to beams, and from target logits to accepted tokens: K=8, S=6, V=64, f32 logits.
 
 A time is of one round's launches (six steps of selection; one verification) in a CUDA graph that takes its logits from
 rotating sets, more bytes than the L2 holds; medians of interleaved replays. The floor is the bytes that a round has to
@@ -100,7 +100,7 @@ def select(batch: int, vocab: int, bandwidth: float, repeats: int) -> dict[str, 
 
 
 class Verify:
-    """A batch of trees of which each walk reaches `reach` rows, and its outputs."""
+    """A batch of trees in which each walk reaches `reach` rows, and its outputs."""
 
     def __init__(self, batch: int, vocab: int, reach: int) -> None:
         sets = sets_of(batch * NODES, vocab)

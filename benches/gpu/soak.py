@@ -62,7 +62,7 @@ def used(llm: LLM) -> int:
 
 
 def hog(stream: torch.cuda.Stream, big: torch.Tensor) -> None:
-    """Some milliseconds of products on another stream."""
+    """Put some milliseconds of products on another stream."""
     with torch.cuda.stream(stream):
         for _ in range(4):
             torch.matmul(big, big)
@@ -107,7 +107,7 @@ def soak(kind: str, level: str, page: int, rounds: int, requests: Work, want: li
 
 
 def main() -> None:
-    """Soak every kind at every level, print and write what was seen; exit with 1 where something was wrong."""
+    """Soak every kind at every level, print and write the findings; exit with 1 if one was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=10_000)

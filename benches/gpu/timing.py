@@ -1,4 +1,5 @@
-"""What the GPU benches share: calls captured as a graph, graphs that take turns, the copy bandwidth of the same run."""
+"""Parts that the GPU benches share: calls captured as a graph, graphs that take turns, the copy bandwidth of the same
+run."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def medians(graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]], repeats: int, w
     """Microseconds of one call, median over replays; the graphs take turns.
 
     Args:
-        graphs: of each name a graph and the calls in it.
+        graphs: for each name, a graph and the number of calls in it.
         repeats: replays of each that count.
         warm_up: replays of each before those.
     """

@@ -29,11 +29,11 @@ pub struct Round {
     starts: Vec<u32>,
 }
 
-/// What a round of plans took.
+/// Durations of a round of plans.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Took {
     pub round: Duration,
-    /// Of it, the draft steps, the verification and the commit; draft_extend and tail copies are the rest.
+    /// Part of it for the draft steps, the verification and the commit; draft_extend and tail copies are the rest.
     pub draft: Duration,
     pub verify: Duration,
     pub commit: Duration,

@@ -72,7 +72,7 @@ def check(device: torch.device | int | None = None) -> None:
 
 
 def faults(device: torch.device | int | None = None) -> _DeviceFaults:
-    """A fault record of its own on a CUDA device (torch's current one if ``None``), for an engine beside others.
+    """Return a fault record on a CUDA device (torch's current one if ``None``) for an engine that runs beside others.
 
     Kernels that are launched on ``faults.on(stream)`` leave what they skip there alone, and ``faults.check()`` raises
     it as :func:`check` does. It stays for the life of the process, since a graph may report to it at any later time.
@@ -99,11 +99,11 @@ def kv_move(
         cache: ``[layers, 2, num_slots, kv_heads, head_dim]``, contiguous, on a CUDA device, of any type of 1, 2, 4 or
             8 bytes.
         src: ``int32[capacity]``, contiguous, same device.
-        dst: as ``src``, of the same length. Slot 0 is the sink: a move whose destination it is is padding and does
-            nothing.
+        dst: destination slots, of the same type and length as ``src``. Slot 0 is the sink: a move to it is padding and
+            does nothing.
         offsets: ``int32[requests + 1]``; equal neighbours are a request without moves. Entries of ``src`` and ``dst``
             outside every request are not read.
-        stream: where to launch; torch's current stream of the cache's device if ``None``.
+        stream: the stream of the launch; torch's current stream of the cache's device if ``None``.
 
     A slot outside ``[0, num_slots)`` skips its move, offsets outside ``[0, capacity]`` or decreasing skip their
     request; see :func:`check`. Raises ``ConfigError`` for operands that do not fit, and for a cache that requires grad,
@@ -120,7 +120,8 @@ def kv_move(
 
 
 def broken(name: str | None) -> Exception | None:
-    """The error that sticks to a CUDA context in which nothing runs any more; ``None`` of a sound one, and of the CPU.
+    """Return the error that sticks to a CUDA context in which nothing runs any more; ``None`` for a sound context, and
+    for the CPU.
 
     Waits for the device. name: ``"cuda:0"``, or ``"cpu"``.
     """
@@ -130,7 +131,7 @@ def broken(name: str | None) -> Exception | None:
 
     try:
         torch.cuda.synchronize(torch.device(name))
-    except Exception as error:  # of torch's own kinds
+    except Exception as error:  # errors of torch's own kinds
         return error
     return None
 
@@ -146,7 +147,7 @@ def products(device: torch.device | int | None = None, *, cache: str | None = ""
     """cublasLt on a CUDA device (torch's current one if ``None``): products whose rows' bits depend on the row alone.
 
     Args:
-        cache: file that keeps what was measured; ``""`` is ``cublaslt.json`` in the user's cache folder
+        cache: file that keeps the measurements; ``""`` is ``cublaslt.json`` in the user's cache folder
             (``SPECRS_CACHE``, or ``specrs`` in ``XDG_CACHE_HOME`` or ``~/.cache``), ``None`` keeps nothing.
 
     What is chosen for a shape holds for the process, whatever files keep it: two engines give the same bits. A file is
@@ -159,7 +160,7 @@ def products(device: torch.device | int | None = None, *, cache: str | None = ""
 
 @functools.cache
 def _opened(ordinal: int) -> _DeviceProducts:
-    """One for the process, which keeps nothing itself."""
+    """Return the products of a device for the process, kept in no file."""
     return _DeviceProducts(ordinal, cublaslt_folders())
 
 

@@ -21,7 +21,7 @@ from specrs.backends.base import DRAFT_ATTENTIONS, KV_DTYPES, LAYOUTS, DraftAtte
 from specrs.drafters import Drafter
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-"""What a user may ask a model to compute in."""
+"""Element types in which a user may ask a model to compute."""
 DTYPES: tuple[str, ...] = get_args(Dtype)
 
 
@@ -49,7 +49,8 @@ class EngineOptions(TypedDict, total=False):
 
 
 class LLMOptions(EngineOptions, total=False):
-    """`EngineOptions`, and what `specrs.LLM` itself takes by name; for whoever makes one on a caller's behalf."""
+    """`EngineOptions`, and the other options that `specrs.LLM` takes by name; for code that makes one on a caller's
+    behalf."""
 
     speculative: bool
     progress: bool | None
@@ -57,12 +58,12 @@ class LLMOptions(EngineOptions, total=False):
 
 @dataclass(frozen=True)
 class Option:
-    """How an option is told.
+    """One option, with its texts for people.
 
     Attributes:
-        about: what it is, in a line: the command line's help.
-        more: what else there is to know; the page and ``help(specrs.EngineConfig)`` go on with it.
-        unset: what ``None`` means, where that is the default.
+        about: meaning of the option, in a line: the command line's help.
+        more: further facts; the page and ``help(specrs.EngineConfig)`` go on with them.
+        unset: meaning of ``None``, where that is the default.
         flags: spellings on the command line, where they are not the name's own.
         kind: type of the value there.
         metavar: name of the value there.
@@ -177,7 +178,7 @@ def flags_of(name: str) -> tuple[str, ...]:
 
 
 def value_of(name: str) -> str:
-    """What stands behind the flag, as help has it."""
+    """Return the placeholder behind the flag, as help has it."""
     one = OPTIONS[name]
     return one.metavar or "{" + ",".join(one.choices or ()) + "}"
 

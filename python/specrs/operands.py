@@ -19,7 +19,7 @@ class TreeArrays:
     """Trees that are verified.
 
     Attributes:
-        tokens, parents: of every node, one tree behind the other; -1 is the root's parent.
+        tokens, parents: token and parent of every node, one tree behind the other; -1 is the root's parent.
         offsets: [B + 1], the first node of each tree, and the end of the last.
     """
 
@@ -30,11 +30,12 @@ class TreeArrays:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AcceptArrays:
-    """What verification accepts.
+    """Results of verification.
 
     Attributes:
         offsets: [B + 1], the first entry of each request's path, and the end of the last.
-        paths, tokens, rows: of every entry, its node in the tree, the token that is drawn there, its row of the logits.
+        paths, tokens, rows: for every entry, its node in the tree, the token that is drawn there, and its row of the
+            logits.
         roots: [B], the token that the next tree begins with.
         new_lens: [B], committed lengths with the path.
         faults: [B], not 0 where the scores were no numbers.
@@ -51,13 +52,13 @@ class AcceptArrays:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplerArrays:
-    """What tokens are drawn by, as `_device_samplers` writes it.
+    """Parameters by which tokens are drawn, as `_device_samplers` writes them.
 
     Attributes:
         rows: int64 [B, 6], sampling parameters.
         edit_begins, edit_counts: [B], each request's part of the edits.
-        edit_tokens, edit_biases, edit_outputs: of each edit its token, what is added to its logit (float32), and how
-            often it is in the output.
+        edit_tokens, edit_biases, edit_outputs: for each edit, its token, the number that is added to the token's logit
+            (float32), and how often the token is in the output.
     """
 
     rows: torch.Tensor
@@ -163,12 +164,12 @@ class MoveArrays:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RoundFound:
-    """What a round found, by which it ends.
+    """Results of a round, by which its end decides.
 
     Attributes:
-        offsets, tokens, new_lens, roots, faults: of `AcceptArrays`.
-        sound: of `BeamArrays`.
-        live: its last element counts the live seats.
+        offsets, tokens, new_lens, roots, faults: the fields of `AcceptArrays`.
+        sound: the field of `BeamArrays`.
+        live: live seats; the last element counts them.
     """
 
     offsets: torch.Tensor
@@ -182,7 +183,7 @@ class RoundFound:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SeatLimits:
-    """How far seats go.
+    """Limits of seats.
 
     Attributes:
         limits: [B], the committed length at which a seat has ended.
@@ -199,7 +200,7 @@ class SeatLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SeatState:
-    """Where seats are, which the end of a round changes.
+    """State of seats, which the end of a round changes.
 
     Attributes:
         lens: [B], committed lengths.

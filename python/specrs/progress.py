@@ -17,10 +17,10 @@ _read: ContextVar[Callable[[int], None] | None] = ContextVar("specrs.progress.re
 
 
 def wanted(progress: bool | None) -> bool:
-    """Whether to show a bar.
+    """Return whether to show a bar.
 
     Raises:
-        ConfigError: neither a bool nor None.
+        ConfigError: the value is neither a bool nor None.
     """
     if progress is not None and not isinstance(progress, bool):
         raise ConfigError(f"progress = {progress!r}: must be True, False, or None for a bar on a terminal alone")
@@ -28,7 +28,7 @@ def wanted(progress: bool | None) -> bool:
         return progress and sys.stderr is not None  # a process without one has nowhere to draw
     try:
         return sys.stderr is not None and bool(sys.stderr.isatty())
-    except (AttributeError, ValueError, OSError):  # what somebody put in its place; a closed file
+    except (AttributeError, ValueError, OSError):  # a stream that somebody put in its place; a closed file
         return False
 
 
@@ -50,7 +50,7 @@ def loading(total: int, progress: bool | None) -> Iterator[None]:
 
 
 def read(count: int) -> None:
-    """So many bytes of weights have been read."""
+    """Tell the bar that so many bytes of weights have been read."""
     update = _read.get()
     if update is not None:
         update(count)

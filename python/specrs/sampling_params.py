@@ -14,7 +14,7 @@ from specrs._specrs import ConfigError
 from specrs.grammar import StructuredOutputs
 
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
-"""Of `SamplingParams.logprobs_mode`."""
+"""Values of `SamplingParams.logprobs_mode`."""
 
 _MAX_SEED = 2**64 - 1
 _MAX_TOP_K = 2**63 - 1
@@ -32,7 +32,7 @@ _DECIMAL = re.compile("[0-9]{1,19}")
 
 def _refuse(name: str, value: object, why: str) -> ConfigError:
     error = ConfigError(f"SamplingParams.{name} = {value!r}: {why}")
-    error.what, error.got, error.why = name, value, why  # as the core's errors have
+    error.what, error.got, error.why = name, value, why  # named as the core's errors name them
     return error
 
 
@@ -116,32 +116,32 @@ class SamplingParams:
         ignore_eos: do not end at the model's EOS.
         include_stop: keep the stop string in the text.
         speculative: ``False`` decodes this request plainly; its tokens are the same.
-        prediction: text, or token ids, that the output is expected to hold much of, as a file that is to be edited: one
-            more source to draft from. It changes no token. ``None``: nothing is expected. `RequestOutput.params` has a
-            text's ids, as many as the context has.
+        prediction: text, or token ids, that the output is expected to repeat in large part, such as a file that is to
+            be edited: one more source of drafts. It changes no token. ``None``: nothing is expected.
+            `RequestOutput.params` has a text's ids, as many as the context has room for.
         n: outputs of the prompt, which is prefilled once (1, at most 4096); `RequestOutput.outputs` has all. Output i
-            draws with a seed of its own, split from the request's: that of output 0 is the request's itself.
+            draws with a seed of its own, split from the request's; output 0 draws with the request's own seed.
         min_tokens: tokens before which no EOS, stop token or stop string ends the output (0). EOS and stop tokens have
             no probability there.
-        bad_words: texts that the output never spells: the token that would complete one, of the text as it is or behind
-            a space, has no probability. A text is looked for in the output alone, token by token.
+        bad_words: texts that the output never spells: the token that would complete one (as it is, or behind a space)
+            has no probability. The output alone is searched for these texts, token by token.
         allowed_token_ids: all other tokens have no probability; ``None`` allows all.
         logprobs: log-probabilities of each token and of so many most probable ones, 0..20; ``None``: none.
-        logprobs_mode: ``"raw_logprobs"``: of the model's own distribution, before any of the processors above;
-            ``"processed_logprobs"``: of the one that the token is drawn from, behind all of them; tokens that bans or
-            cuts leave out are not listed. Greedy decoding draws from none: then, what bans, bias and penalties leave
-            of the model's own.
+        logprobs_mode: ``"raw_logprobs"``: those of the model's own distribution, before any of the processors above;
+            ``"processed_logprobs"``: those of the distribution that the token is drawn from, behind all of them; tokens
+            that bans or cuts leave out are not listed. Greedy decoding draws nothing: its processed ones are those of
+            the model's distribution behind bans, bias and penalties.
         prompt_logprobs: the same for the tokens of the prompt, but its first; always raw.
         truncate_prompt_tokens: keep so many last tokens of the prompt; -1: as many as leave room for ``max_tokens``.
         priority: requests with a lower number run first, and are preempted last; in -2**31..2**31 - 1 (0).
-        cache_salt: a text of 1 to 1024 characters. Requests of one salt share cached prefixes, and what a drafter
-            shares, with each other alone: nobody can tell by timing what a request of a salt that he does not know was
-            told. ``None``: prefixes are shared with all requests without one.
+        cache_salt: a text of 1 to 1024 characters. Requests of one salt share cached prefixes, and a drafter's shared
+            state, with each other alone: without the salt, nobody can tell by timing what its requests contain.
+            ``None``: prefixes are shared with all requests without a salt.
         skip_special_tokens: leave special tokens out of the text.
-        keep_special_tokens: those whose text stays nonetheless: marks of tool calls, say.
-        structured_outputs: what the text must look like, as `StructuredOutputs` or a mapping of its fields; tokens that
-            would break it have no probability, and the output ends where it is complete. ``None``: anything.
-        trace: tell in `StreamEvent.rounds` what each round drafted and what came of it; it changes no token.
+        keep_special_tokens: special tokens whose text stays nonetheless: marks of tool calls, say.
+        structured_outputs: form that the text must have, as `StructuredOutputs` or a mapping of its fields; tokens that
+            would break the form have no probability, and the output ends where it is complete. ``None``: anything.
+        trace: tell in `StreamEvent.rounds` what each round drafted and which drafts were accepted; it changes no token.
 
     Raises:
         ConfigError: a value out of range or of another type, by name; ``what``, ``got`` and ``why`` are attributes.
@@ -213,12 +213,12 @@ class SamplingParams:
                 raise _refuse("logit_bias", bias, "names a token twice")
             options["logit_bias"] = numbers
         expected = options.get("prediction")
-        if isinstance(expected, Mapping) and isinstance(expected.get("content"), str):  # as OpenAI's requests have it
+        if isinstance(expected, Mapping) and isinstance(expected.get("content"), str):  # form of OpenAI's requests
             options["prediction"] = expected["content"]
         return cls(**options)
 
     def resolved(self, defaults: SamplingParams | None = None) -> ResolvedSampling:
-        """Every field decided: its own value, else that of ``defaults`` (a model's), else the neutral one."""
+        """Decide every field: its own value, else that of ``defaults`` (a model's), else the neutral one."""
         chosen = dict(_NEUTRAL)
         for params in (defaults, self):
             if params is not None:
@@ -266,7 +266,8 @@ class ResolvedSampling(SamplingParams):
     trace: bool = False
 
     def __str__(self) -> str:
-        """How tokens are picked, as an option of each field that is not neutral: ``temperature 0.6, top_p 0.9``."""
+        """Return how tokens are picked, as an option for each field that is not neutral: ``temperature 0.6, top_p
+        0.9``."""
         picking = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
                    "frequency_penalty")  # fmt: skip
         told = [f"{name} {getattr(self, name):g}" for name in picking if getattr(self, name) != _NEUTRAL.get(name, 0.0)]
@@ -275,7 +276,7 @@ class ResolvedSampling(SamplingParams):
         return ", ".join(told)
 
 
-#: Fields that a model may decide, and what they are where neither it nor the request does.
+#: Fields that a model may decide, with their values where neither it nor the request does.
 _NEUTRAL: dict[str, Any] = {
     "max_tokens": 128, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
 }  # fmt: skip

@@ -106,8 +106,8 @@ impl KvLayerView {
     }
 }
 
-/// What the rows of a batch attend to, in the native format: page table in place, committed lengths, and one mask word for
-/// each query. Values are the kernel's to check, since only the device can read them.
+/// Operands by which the rows of a batch attend, in the native format: page table in place, committed lengths, and one
+/// mask word for each query. The kernel checks the values, since only the device can read them.
 ///
 /// Query j of request i, which is query `starts[i] + j` of the batch, attends to the first `lens[i]` positions of its row of
 /// the table, and then
@@ -243,7 +243,7 @@ impl AttentionBatch {
     }
 }
 
-/// Where attention writes.
+/// Destination of attention.
 #[derive(Debug, Clone, Copy)]
 pub enum AttentionOut {
     /// Elements of the queries' type.

@@ -70,7 +70,7 @@ impl Context {
         self.primary.enter()
     }
 
-    /// Where launches on `stream` report their faults, for a kernel's parameters.
+    /// The report of launches on `stream`: the place of their faults, for a kernel's parameters.
     ///
     /// # Errors
     /// [`Error::Mismatch`] for a record of another device.

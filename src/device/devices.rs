@@ -29,8 +29,8 @@ pub struct Device {
 /// Least compute capability that the kernels run on, major * 10 + minor: Ampere.
 const LEAST_CAPABILITY: i32 = 80;
 
-/// Whether kernels can run in this process at all: `Ok`, or why not (no kernels in this build, no driver or one that is too
-/// old, no GPU, none that is new enough), with what was found and what is needed.
+/// Check that kernels can run in this process at all: `Ok`, or the reason why not (no kernels in this build, no driver
+/// or one that is too old, no GPU, none that is new enough), with what was found and what is needed.
 pub fn available() -> Result<()> {
     if let Some(why) = images::ABSENT {
         return Err(Error::CudaUnavailable(format!("no CUDA kernels in this build: {why}")));
@@ -82,7 +82,8 @@ impl Device {
     }
 
     fn set_up(ordinal: i32) -> Result<Device> {
-        // Guards before what is made under them: on an error, values are dropped while the context is still current.
+        // The guards come before values that are made under them: on an error, values are dropped while the context is
+        // still current.
         let relaxed = Relaxed::enter()?;
         let primary = Primary::retain(ordinal)?;
         let current = primary.enter()?;
@@ -107,7 +108,7 @@ impl Device {
         self.context.capability()
     }
 
-    /// Its context.
+    /// Context of the device.
     pub(super) fn context(&self) -> &Arc<Context> {
         &self.context
     }
@@ -154,7 +155,7 @@ impl Device {
         &self.kernels
     }
 
-    /// As [`Faults::check`], of the device's own record: what was launched on streams that report nowhere else.
+    /// Check as [`Faults::check`] does, in the device's own record: of launches on streams that report nowhere else.
     pub fn check(&self) -> Result<()> {
         self.context.faults().check()
     }

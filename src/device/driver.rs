@@ -36,7 +36,7 @@ impl Stream {
         Stream { handle: handle as sys::CUstream, faults: None }
     }
 
-    /// The same stream; what kernels skip that are launched by this value goes to `faults`, of the same device.
+    /// The same stream, whose launches report skipped accesses to `faults`, of the same device.
     pub fn reporting_to(self, faults: &'static Faults) -> Self {
         Stream { faults: Some(faults), ..self }
     }
@@ -46,7 +46,7 @@ impl Stream {
         self.handle as usize
     }
 
-    /// Where launches report to; the device's own record for `None`.
+    /// The record that launches report to; the device's own record for `None`.
     pub(super) fn faults(self) -> Option<&'static Faults> {
         self.faults
     }

@@ -13,8 +13,8 @@ use super::params::{Table, text_of};
 use super::words::{DeviceWords, Mapped};
 use crate::error::{Error, Result};
 
-/// Two records and their claim words, of skipped accesses and of what probes of scores found: neither hides the other.
-/// Each device has such a pair; whoever shares a device has one of its own by
+/// Two records with their claim words, one for skipped accesses and one for findings of probes of scores: neither hides
+/// the other. Each device has such a pair; a caller that shares a device gets one of its own by
 /// [`Device::faults`](super::Device::faults), and launches on streams that report there ([`Stream::reporting_to`]).
 ///
 /// [`Stream::reporting_to`]: super::Stream::reporting_to
@@ -40,7 +40,7 @@ impl Faults {
         self.ordinal
     }
 
-    /// Where the records and the claim words are, for a kernel's parameters.
+    /// The place of the records and the claim words, for a kernel's parameters.
     pub(super) fn report(&self) -> Report {
         Report { record: self.records.device_address(), claim: self.claim.device_address() }
     }
@@ -57,7 +57,8 @@ impl Faults {
         access.or(probe).map_or(Ok(()), |record| Err(to_error(&record)))
     }
 
-    /// What is in one of the two records, if it is complete, and open its next epoch. The caller holds `reader`.
+    /// Take the content of one of the two records, if it is complete, and open its next epoch. The caller holds
+    /// `reader`.
     fn take(&self, which: usize) -> Option<FaultRecord> {
         debug_assert!(which < 2);
         // SAFETY: within the two records.

@@ -116,7 +116,7 @@ fn load() -> std::result::Result<(), String> {
     }
 }
 
-/// The newest CUDA that the driver knows, 1000 * major + 10 * minor; 0 where it does not say, or is not loaded.
+/// The newest CUDA that the driver knows, 1000 * major + 10 * minor; 0 where the driver does not say, or is not loaded.
 pub(super) fn driver_version() -> i32 {
     start().ok().and_then(|()| version()).unwrap_or(0)
 }

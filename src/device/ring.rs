@@ -1,4 +1,4 @@
-//! The ring by which the host learns what rounds found: pinned memory that the device writes and the host polls.
+//! The ring by which the host learns the results of rounds: pinned memory that the device writes and the host polls.
 //!
 //! No call of the driver stands between the end of a round and the host: the last store of a round is its slot's
 //! sequence word, and a reader that has read that by an acquire sees the rest of the slot (`round::round_end` says
@@ -16,11 +16,11 @@ use super::memory::PinnedBuffer;
 use crate::error::{Error, Result};
 use crate::round::round_end::{RingLayout, SEQUENCE_AT, SlotState};
 
-/// How long a wait looks without a pause: what is about to end is seen at once.
+/// Time for which a wait looks without a pause: work that is about to end is seen at once.
 const SPIN: Duration = Duration::from_micros(50);
 /// Pause between two looks.
 const PAUSE: Duration = Duration::from_micros(20);
-/// How often a wait asks whether there is still anything to wait for.
+/// Interval at which a wait asks whether there is still anything to wait for.
 const ASK: Duration = Duration::from_millis(100);
 
 /// Slots in mapped memory, and the word by which the host asks the rounds to end.
@@ -42,7 +42,7 @@ impl RoundRing {
         Ok(Self { memory, layout, device })
     }
 
-    /// Where a slot has what.
+    /// Layout of a slot.
     pub fn layout(&self) -> &RingLayout {
         &self.layout
     }
@@ -63,11 +63,11 @@ impl RoundRing {
         let stop = slots + 4 * self.layout.ring_words() as u64;
         let ring = RingMemory { slots, stop, layout: self.layout };
         let launched = self.device.kernels().round_end.launch(stream, &ring, operands, handle);
-        // Also behind a launch that was refused: it may have begun.
+        // The use is told behind a refused launch, too: the launch may have begun.
         self.memory.used_on(stream).and(launched)
     }
 
-    /// Whether all of `round` is in its slot.
+    /// True if all of `round` is in its slot.
     ///
     /// # Errors
     /// [`Error::StaleOutput`] once a later round has begun to write it.
@@ -83,7 +83,7 @@ impl RoundRing {
         }
     }
 
-    /// Behind a reader: check that what it read of `round` is that round's.
+    /// Check, behind a reader, that the values which it read of `round` are that round's.
     ///
     /// # Errors
     /// [`Error::StaleOutput`] where a later round has begun to write the slot; [`Error::Invalid`] for a round that has not

@@ -147,7 +147,7 @@ impl Rows {
         self.device
     }
 
-    /// Whether every row starts at a multiple of 16 bytes and is a multiple of 16 bytes long.
+    /// True if every row starts at a multiple of 16 bytes and is a multiple of 16 bytes long.
     pub fn in_vectors(&self) -> bool {
         let row = self.columns as u64 * self.float.bytes();
         (self.address | self.stride_bytes() | row).is_multiple_of(16)

@@ -15,7 +15,7 @@ use crate::error::Result;
 pub(crate) type Alive = Arc<()>;
 
 thread_local! {
-    /// What this thread captures into, where that is a graph of this crate's own.
+    /// Capture of this thread, if it goes into a graph of this crate's own.
     static CAPTURING: RefCell<Weak<()>> = const { RefCell::new(Weak::new()) };
 }
 
@@ -24,7 +24,7 @@ pub(crate) fn capture_into(graph: Option<&Alive>) {
     CAPTURING.set(graph.map_or_else(Weak::new, Arc::downgrade));
 }
 
-/// The graph that this thread captures into; `None` where somebody else's is being made.
+/// The graph that this thread captures into; `None` if the capture makes another owner's graph.
 pub(super) fn capturing_into() -> Option<Weak<()>> {
     CAPTURING.with_borrow(|graph| (graph.strong_count() > 0).then(|| graph.clone()))
 }
@@ -55,7 +55,7 @@ impl RawEvent {
         named("cuEventRecord", unsafe { sys::cuEventRecord(self.0, stream.handle()).result() })
     }
 
-    /// Whether the stream has got there; true for one that was never recorded.
+    /// True if the stream has got there; true for an event that was never recorded.
     pub(crate) fn reached(&self) -> Result<bool> {
         let _relaxed = Relaxed::enter()?; // in torch's mode, asking would break the capture of any other stream
         // SAFETY: the event lives.
@@ -106,8 +106,8 @@ impl Stream {
         named("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(self.handle(), event.0, 0).result() })
     }
 
-    /// Whether all its work has finished; an error where work of the context has failed. Not of a stream that is being
-    /// captured, whose capture it would break.
+    /// True if all work of the stream has finished; an error where work of the context has failed. Not for a stream
+    /// that is being captured, whose capture the call would break.
     pub(super) fn is_idle(self) -> Result<bool> {
         // SAFETY: the stream lives by its own contract.
         match unsafe { sys::cuStreamQuery(self.handle()) } {
@@ -116,7 +116,7 @@ impl Stream {
         }
     }
 
-    /// Whether work put on the stream is being captured into a graph.
+    /// True if work put on the stream is being captured into a graph.
     pub(crate) fn is_capturing(self) -> Result<bool> {
         let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: `status` is a valid out pointer; the stream lives by its own contract.
@@ -190,7 +190,8 @@ impl Drop for OwnGraph {
     }
 }
 
-/// Work that was captured on an [`OwnStream`]. Whoever holds it keeps what it points at until its last launch is done.
+/// Work that was captured on an [`OwnStream`]. Its owner keeps the memory that it points at until its last launch is
+/// done.
 #[derive(Debug)]
 pub(super) struct Recording(sys::CUgraphExec);
 

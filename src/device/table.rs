@@ -44,7 +44,7 @@ pub struct TableShape {
 }
 
 impl TableShape {
-    /// That of a pool.
+    /// Shape of a pool's table.
     pub fn of(config: &PoolConfig) -> Self {
         Self { max_seqs: config.max_seqs, row_pages: config.row_pages, num_pages: config.num_pages }
     }
@@ -66,7 +66,7 @@ impl TableShape {
     }
 }
 
-/// What an upload did.
+/// Result of an upload.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Uploaded {
     /// Columns that were stored.
@@ -75,8 +75,8 @@ pub struct Uploaded {
     pub launches: usize,
     /// Times that the host waited for a slot: more uploads were under way than the ring has slots.
     pub waits: usize,
-    /// Nothing was stored, since whole rows must be and rounds in flight permute some of them: upload again once these
-    /// have finished and been told to the pool.
+    /// True if nothing was stored, since whole rows must be and rounds in flight permute some of them: upload again
+    /// once these have finished and been told to the pool.
     pub rounds_first: bool,
 }
 
@@ -210,7 +210,7 @@ impl TableMirror {
         Ok(())
     }
 
-    /// What the device holds is no longer known: the next upload stores every row.
+    /// Treat the device's table as unknown: the next upload stores every row.
     pub fn forget(&mut self) {
         self.epoch = None;
     }
@@ -222,12 +222,12 @@ impl TableMirror {
     }
 }
 
-/// What goes into one slot of the ring: heads from the front, page ids behind the room for all heads.
+/// Content of one slot of the ring: heads from the front, page ids behind the room for all heads.
 #[derive(Debug)]
 struct Slot {
     words: Vec<i32>,
     changes: usize,
-    /// Where page ids begin; `CHANGE_WORDS` times the changes that there is room for.
+    /// Start of the page ids; `CHANGE_WORDS` times the changes that there is room for.
     ids: usize,
     /// One past the last page id.
     end: usize,

@@ -52,7 +52,7 @@ impl<T> DeviceSlice<T> {
         self.len
     }
 
-    /// Whether there are no elements.
+    /// True if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

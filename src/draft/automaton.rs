@@ -27,7 +27,7 @@ use super::mix::Contexts;
 
 /// Marks a clone.
 const CLONE: u32 = 1 << 31;
-/// In the place of a token: a boundary between sequences follows.
+/// Stands in the place of a token: a boundary between sequences follows.
 const BOUNDARY: u32 = u32::MAX - 1;
 /// Smallest number that is no token.
 pub(super) const NO_TOKEN: u32 = BOUNDARY;
@@ -37,10 +37,10 @@ const WALK: usize = 32;
 const PAY: usize = 32;
 const ROOT: u32 = 0;
 
-/// What the automaton holds of a state.
+/// Data that the automaton holds of a state.
 #[derive(Debug, Clone, Copy)]
 struct Node {
-    /// Of a prefix the token that follows, [`NONE`] at the text's end; of a clone its length.
+    /// For a prefix, the token that follows it ([`NONE`] at the text's end); for a clone, its length.
     own: u32,
     link: u32,
     count: u32,
@@ -104,7 +104,7 @@ impl Automaton {
         self.prefixes.len() - 1
     }
 
-    /// Whether nothing was appended.
+    /// True if nothing was appended.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -115,7 +115,7 @@ impl Automaton {
         if link == NONE { Match::EMPTY } else { Match { state: link, length: self.length_of(link) } }
     }
 
-    /// Occurrences of a string; of the empty one, 0. It may be too small by what is owed.
+    /// Number of a string's occurrences; of the empty one, 0. It may be too small by the debts not yet paid.
     pub fn count(&self, of: Match) -> u32 {
         self.node(of.state).count
     }
@@ -201,7 +201,7 @@ impl Automaton {
         self.bytes_with(0, 0, 0)
     }
 
-    /// Whether the automaton is sure to hold at most `limit` bytes once `token` has been appended.
+    /// True if the automaton is sure to hold at most `limit` bytes once `token` has been appended.
     pub fn fits(&self, token: u32, limit: usize) -> bool {
         // No append adds more edges than there are states and edges: each state of a path one, a clone a copy of each.
         let most = self.edges.len() + self.prefixes.len() + self.clones.len();
@@ -212,7 +212,7 @@ impl Automaton {
         self.edges.len() + edges <= MAX_EDGES && self.bytes_with(1, clones, edges) <= limit
     }
 
-    /// Count what is owed; takes a step for each state above a debt.
+    /// Pay all debts of counts; takes a step for each state above a debt.
     pub fn settle(&mut self) {
         while !self.owed.is_empty() {
             self.pay();
@@ -229,7 +229,8 @@ impl Automaton {
                     return (0, edges);
                 }
                 self.each_edge(state, usize::MAX, &mut |_, _| edges += 1);
-                // What is copied may have got an edge by this append: the text's end, or a state on the way from there.
+                // This append may have given an edge to the copied state: if that is the text's end, or a state on the
+                // way from there.
                 let on_the_way = |&s: &u32| s != at;
                 let above = |&s: &u32| Some(self.node(s).link);
                 let copied = std::iter::successors(Some(last), above).take_while(on_the_way).any(|s| s == state);
@@ -265,7 +266,7 @@ impl Automaton {
             tail = self.copy_edge(clone, tail, token, target);
             edge = next;
         }
-        // Such edges are explicit: those that are not lead to a state that is longer by one.
+        // Such edges are explicit: implicit ones lead to a state that is longer by one.
         while at != NONE {
             match self.edges.find(at, token) {
                 Some(edge) if self.edges.get(edge).target == state => self.edges.set_target(edge, clone),
@@ -294,7 +295,7 @@ impl Automaton {
         self.node_mut(state).head = edge;
     }
 
-    /// One more occurrence of `state` and all above it.
+    /// Count one more occurrence of `state` and all above it.
     fn count_path(&mut self, mut state: u32) {
         for _ in 0..WALK {
             if state == ROOT {
@@ -320,7 +321,7 @@ impl Automaton {
         self.owed.push(debt);
     }
 
-    /// At most [`PAY`] steps of what is owed.
+    /// Pay at most [`PAY`] steps of the debts.
     fn pay(&mut self) {
         for _ in 0..PAY {
             let Some(Debt { state, mut occurrences, .. }) = self.owed.pop() else { break };
@@ -357,7 +358,7 @@ impl Automaton {
         if state & CLONE == 0 { state } else { self.clones[(state & !CLONE) as usize].own }
     }
 
-    /// Where an edge leads.
+    /// The state where an edge leads.
     #[inline]
     fn target(&self, state: u32, token: u32) -> Option<u32> {
         if state & CLONE == 0 && self.prefixes[state as usize].own == token {
@@ -416,7 +417,7 @@ impl Contexts for Automaton {
     }
 }
 
-/// Room for debts, of which there are so many.
+/// Room for so many debts.
 fn owed_room(debts: usize) -> usize {
     debts + debts / 2 + 16
 }

@@ -1,4 +1,4 @@
-//! What each source's probabilities have been worth: claims corrected by outcomes.
+//! The worth of each source's probabilities: claims corrected by outcomes.
 //!
 //! A claim is the probability p that a source gave a node. Its outcome counts once the node's parent was accepted: the
 //! node was accepted, or it was not. Each source and bucket keeps three decayed sums: outcomes n, accepted A, claimed
@@ -27,12 +27,12 @@ struct Cell {
     claimed: f64,
 }
 
-/// What a source has proposed so far, of nodes whose parent was accepted.
+/// Proposals of a source so far, counted over nodes whose parent was accepted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Account {
     /// Nodes.
     pub proposed: u64,
-    /// Those that were accepted.
+    /// Number of those that were accepted.
     pub accepted: u64,
 }
 
@@ -44,7 +44,7 @@ pub struct Calibration {
 }
 
 impl Calibration {
-    /// Nothing is known of `sources` sources: every claim stands.
+    /// A calibration of `sources` sources of which nothing is known: every claim stands.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for none, or too many.
@@ -58,7 +58,7 @@ impl Calibration {
         self.accounts.len()
     }
 
-    /// What a source has proposed; `None` where there is no such source.
+    /// The account of a source; `None` where there is no such source.
     pub fn account(&self, source: usize) -> Option<Account> {
         self.accounts.get(source).copied()
     }
@@ -95,8 +95,8 @@ impl Calibration {
         account.accepted += u64::from(accepted);
     }
 
-    /// Hold a source's proposal against the tokens that the target drew: every node whose parent these reached had its
-    /// outcome, verified or not. How many of the tokens the proposal has, one below the other.
+    /// Compare a source's proposal with the tokens that the target drew: every node whose parent these reached had its
+    /// outcome, verified or not. Returns how many of the tokens the proposal has, one below the other.
     ///
     /// # Panics
     /// As [`Calibration::corrected`].
@@ -137,7 +137,7 @@ mod tests {
     fn claims_stand_until_outcomes_say_otherwise() {
         let mut c = Calibration::new(2).unwrap();
         assert_eq!(c.corrected(1, 3, 0.7), 0.7);
-        // One in four of what was claimed at 0.8 is accepted.
+        // A quarter of the nodes that were claimed at 0.8 is accepted.
         for i in 0..4000 {
             c.observe(1, 3, 0.8, i % 4 == 0);
         }

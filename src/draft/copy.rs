@@ -1,4 +1,4 @@
-//! A text that repeats another one with edits: where it is, and what it has been changing.
+//! A text that repeats another one with edits: the place that it repeats, and its edits so far.
 //!
 //! The output that edits a file repeats the file, departs from it, and comes back to it. A [`Copy`] follows it: it
 //! agrees with the source token by token; where it departs it gathers what comes instead; and where the source's next
@@ -17,7 +17,7 @@ const EDITS: usize = 8;
 const SETTLED: u32 = 2;
 /// Agreement that a copy starts with, where its first token agrees or a departure seems to end.
 const FOUND: u32 = 4;
-/// Trust in the first token of a source that nobody has tried: a prediction of the user's.
+/// Trust in the first token of a source that has not been tried: a prediction of the user's.
 const UNTRIED: f32 = 0.6;
 
 /// A few tokens, inline.
@@ -72,7 +72,7 @@ impl Habit {
     }
 }
 
-/// What a text has done to what it repeats.
+/// Habits of a text: its departures from what it repeats.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Habits {
     known: [Habit; EDITS],
@@ -82,7 +82,7 @@ pub(super) struct Habits {
 }
 
 impl Default for Habits {
-    /// Nothing is known; a departure is rather no edit.
+    /// Habits of a text of which nothing is known; a departure is rather no edit.
     fn default() -> Self {
         Self { known: [Habit::default(); EDITS], aligned: 0.2, departures: 2.0 }
     }
@@ -118,17 +118,17 @@ impl Habits {
         }
     }
 
-    /// The likeliest edit of what stands at `position`, of those that begin with `new`.
+    /// The likeliest edit of the tokens at `position`, among edits that begin with `new`.
     fn expected(&self, source: impl Fn(usize) -> Option<u32>, position: usize, new: &[u32]) -> Option<&Habit> {
         let fits =
             |h: &&Habit| h.made > 0 && h.edit.new.get().starts_with(new) && stands(h.edit.old.get(), &source, position);
-        // Of equally likely ones the one that replaces most.
+        // Among equally likely ones, take the one that replaces most.
         let all = self.known.iter().filter(fits);
         all.max_by(|a, b| a.rate().total_cmp(&b.rate()).then(a.edit.old.len.cmp(&b.edit.old.len)))
     }
 }
 
-/// Whether the source has these tokens at a position.
+/// True if the source has these tokens at a position.
 fn stands(tokens: &[u32], source: impl Fn(usize) -> Option<u32>, position: usize) -> bool {
     tokens.iter().enumerate().all(|(i, &t)| source(position + i) == Some(t))
 }
@@ -173,7 +173,7 @@ impl Copy {
         self.departure.map_or(0, |d| usize::from(d.new.len))
     }
 
-    /// Whether a token has come yet that the source has.
+    /// True if a token has come yet that the source has.
     pub(super) fn tried(&self) -> bool {
         self.agreed > 0
     }
@@ -210,7 +210,7 @@ impl Copy {
             return Some(self);
         }
         let departure = match self.ended.take() {
-            // It had not come to an end: what agreed did so by chance.
+            // The departure had not come to an end: the tokens agreed by chance.
             Some((departure, old, agreed)) => {
                 if let Some(h) = habits {
                     h.departed(false);
@@ -227,7 +227,7 @@ impl Copy {
     fn away(mut self, departure: Departure, token: u32, source: impl Fn(usize) -> Option<u32>) -> Option<Self> {
         let new = departure.new.get();
         let here = |m: usize| source(departure.from + m) == Some(token);
-        // As many tokens of the source as came are the likeliest to have been replaced; then fewer or more.
+        // Most likely the text has replaced as many tokens of the source as came; then fewer or more.
         let replaced = (0..=OLD).filter(|&m| here(m)).min_by_key(|&m| m.abs_diff(new.len()));
         let Some(old) = replaced else {
             self.departure = Some(Departure { new: departure.new.with(token)?, ..departure });
@@ -240,7 +240,7 @@ impl Copy {
         Some(self)
     }
 
-    /// What comes next, as far as the source reaches, at most `depth` tokens.
+    /// The tokens expected next, as far as the source reaches, at most `depth`.
     pub(super) fn expected(
         &self,
         depth: usize,

@@ -16,7 +16,7 @@ use crate::error::{Result, in_range};
 
 /// Longest match: one token of the sorted ones tells what follows.
 const LONGEST: usize = SORTED - 1;
-/// What a match that grew too long is cut to.
+/// Length to which a match that grew too long is cut.
 const CUT: usize = SORTED / 2;
 /// Intervals beyond this size are looked at here and there.
 const WHOLE: usize = 256;
@@ -96,8 +96,8 @@ impl Corpus {
         string.enumerate().fold(self.all(), |at, (i, t)| if at.from < at.to { self.narrow(at, i, t) } else { at })
     }
 
-    /// The longest suffix of a string that occurs. That of length l occurs where any longer one does: searched by
-    /// bisection.
+    /// The longest suffix of a string that occurs. A suffix of length l occurs wherever a longer one does, so bisection
+    /// finds it.
     fn longest(&self, string: &[u32]) -> Interval {
         let (mut least, mut most, mut best) = (0, string.len().min(LONGEST), self.all());
         while least < most {
@@ -152,7 +152,7 @@ impl Contexts for Corpus {
     fn followers(&self, of: Interval, most: usize, found: &mut dyn FnMut(u32, u32)) -> bool {
         let token = |rank: usize| self.file.token(self.file.suffix(rank).saturating_add(of.length));
         let size = of.to - of.from;
-        // Of a large interval, the followers at ranks evenly apart: the frequent ones are among them.
+        // A large interval gives the followers at ranks evenly apart: the frequent ones are among them.
         let (stride, mut rank, mut left) = (if size <= WHOLE { 1 } else { size.div_ceil(most.max(1)) }, of.from, most);
         while rank < of.to && left > 0 {
             let next = token(rank);
@@ -199,7 +199,7 @@ impl CorpusDrafts {
     /// [`crate::Error::OutOfRange`] for a token; nothing is appended then.
     pub fn extend(&mut self, tokens: &[u32]) -> Result<()> {
         self.check(tokens)?;
-        // Of much at once, such as a prompt, no more than its end can match.
+        // If much came at once, such as a prompt, only its end can match.
         let last = tokens.len().saturating_sub(SORTED);
         if last > 0 {
             self.at = self.corpus.all();

@@ -22,10 +22,10 @@ use crate::bounds::MAX_DRAFT_TOKENS;
 use crate::error::{Error, Result, in_range, listed};
 use crate::round::MAX_VOCAB;
 
-/// What a certain node leaves to all of its siblings.
+/// Probability that a certain node leaves to all of its siblings.
 const LEFT: f64 = 1e-4;
 
-/// How large a tree may be.
+/// Limits of a tree's size.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MergeLimits {
     /// Nodes at most, the root included.
@@ -55,13 +55,13 @@ impl MergeLimits {
     }
 }
 
-/// What one source said of one node.
+/// The claim of one source for one node.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Claim {
     node: u32,
     source: u8,
     bucket: u8,
-    /// As the source gave it, not corrected.
+    /// The probability as the source gave it, not corrected.
     prob: f32,
 }
 
@@ -74,7 +74,7 @@ pub struct MergedDrafts {
     sources: Vec<u32>,
     /// Nodes of the spine, root included; they are the first.
     spine: u32,
-    /// By node, ascending.
+    /// Claims by node, ascending.
     claims: Vec<Claim>,
 }
 
@@ -85,7 +85,7 @@ struct Shared {
     /// Sum of `ln(1 - p)` over the sources.
     miss: f64,
     mask: u32,
-    /// Its last claim.
+    /// The node's last claim.
     claim: usize,
 }
 
@@ -190,7 +190,7 @@ impl MergedDrafts {
         &self.scores
     }
 
-    /// Which sources proposed each node, a bit a source; 0 for the root.
+    /// The sources that proposed each node, a bit for each source; 0 for the root.
     pub fn sources(&self) -> &[u32] {
         &self.sources
     }
@@ -219,8 +219,8 @@ impl MergedDrafts {
         Ok(self.chosen(limits))
     }
 
-    /// The same within closer limits, without the nodes that `keep` refuses and all that stands below them. It is asked
-    /// with the tokens from below the root down to a node's parent and the node's own, of each node whose parent is kept.
+    /// The same tree within closer limits, without the nodes that `keep` refuses and all nodes below them. `keep` gets
+    /// the tokens from below the root down to a node's parent, and the node's own, for each node whose parent is kept.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for a limit.
@@ -312,7 +312,7 @@ impl MergedDrafts {
         order
     }
 
-    /// The deepest path of some nodes, best first; of equally deep ones that whose end scores higher.
+    /// The deepest path of some nodes, best first; among equally deep ones, the path whose end scores higher.
     fn spine_of(&self, order: &[u32]) -> Vec<u32> {
         let mut depth = vec![0u32; self.len()];
         let mut end = 0;
@@ -348,7 +348,7 @@ impl MergedDrafts {
     fn numbered(&self, order: &[u32], mut spine: Vec<u32>) -> Self {
         const NONE: u32 = u32::MAX;
         let mut number = vec![NONE; self.len()];
-        // What a second pass took behind the spine's end belongs to it.
+        // Nodes that a second pass took behind the spine's end belong to the spine.
         for &node in order {
             if self.parents[node as usize] == spine[spine.len() - 1] as i32 {
                 spine.push(node);

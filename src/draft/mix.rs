@@ -1,5 +1,5 @@
-//! What follows a text, by the contexts that it ends in: probabilities mixed over match lengths, and the best tree of
-//! them.
+//! Predictions of a text's next tokens, by the contexts that it ends in: probabilities mixed over match lengths, and
+//! the best tree of them.
 //!
 //! Contexts are strings that occurred before. The longest one speaks first and keeps the rest of the probability for
 //! shorter ones, as in prediction by partial matching (Cleary and Witten 1984). A context of length l that was followed
@@ -20,7 +20,7 @@ use super::proposal::Proposal;
 const LEVELS: usize = 5;
 /// Followers of one context that are looked at, the newest first.
 const FOLLOWERS: usize = 24;
-/// What is left to shorter contexts, below which they are not asked.
+/// Share that is left to shorter contexts, below which they are not asked.
 const RESIDUE: f32 = 0.05;
 /// Children of one node at most.
 const WIDTH: usize = 8;
@@ -30,10 +30,10 @@ pub(super) trait Contexts {
     /// A string that occurs.
     type State: Copy;
 
-    /// Its tokens.
+    /// Number of the context's tokens.
     fn length(&self, of: Self::State) -> u32;
 
-    /// Its longest suffix with other followers; the empty string's is itself.
+    /// The context's longest suffix with other followers; the empty string's is itself.
     fn shorter(&self, of: Self::State) -> Self::State;
 
     /// The longest suffix of `of` and a token behind it that occurs.
@@ -42,11 +42,11 @@ pub(super) trait Contexts {
     /// Calls `found` with tokens that follow and how often, at most `most`; whether that was all.
     fn followers(&self, of: Self::State, most: usize, found: &mut dyn FnMut(u32, u32)) -> bool;
 
-    /// How often it occurs.
+    /// Number of the context's occurrences.
     fn occurrences(&self, of: Self::State) -> u32;
 }
 
-/// How large a proposal may be.
+/// Limits of a proposal's size.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Bounds {
     pub(super) nodes: usize,
@@ -55,7 +55,7 @@ pub(super) struct Bounds {
     pub(super) floor: f32,
 }
 
-/// What a match of this length is worth, in occurrences.
+/// Weight of a match of this length, in occurrences.
 fn worth(length: u32) -> f32 {
     let l = length as f32;
     0.25 * l + 0.006 * l * l
@@ -121,7 +121,7 @@ impl PartialOrd for Open {
     }
 }
 
-/// What a node of the proposal is beside its states.
+/// A node of the proposal, beside its states.
 struct Place {
     /// Index into the copied tokens; `usize::MAX` off them.
     copied: usize,
@@ -130,7 +130,7 @@ struct Place {
 }
 
 /// The likeliest tree below a text that ends in `contexts`, of one or more sources of one kind, where `copied` is
-/// expected whatever they say.
+/// expected in any case.
 pub(super) fn propose<C: Contexts>(contexts: &[(&C, C::State)], copied: &[Expected], bounds: Bounds) -> Proposal {
     let mut proposal = Proposal::default();
     if bounds.nodes == 0 || bounds.depth == 0 {
@@ -195,7 +195,7 @@ impl<C: Contexts> Mixer<'_, C> {
         now.clear();
         now.extend_from_slice(states);
         for _ in 0..LEVELS {
-            // What is left cannot make a path, or hardly.
+            // The share that is left cannot make a path, or hardly.
             if left < RESIDUE || left * place.path < *floor {
                 break;
             }

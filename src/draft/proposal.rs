@@ -1,4 +1,4 @@
-//! What a source proposes: a tree below a request's last token.
+//! The proposal of a source: a tree below a request's last token.
 
 use crate::error::{Error, Result, in_range, same_length};
 
@@ -28,7 +28,7 @@ impl Proposal {
         self.tokens.len()
     }
 
-    /// Whether nothing is proposed.
+    /// True if nothing is proposed.
     pub fn is_empty(&self) -> bool {
         self.tokens.is_empty()
     }
@@ -45,7 +45,7 @@ impl Proposal {
         best.map(|node| self.tokens[node])
     }
 
-    /// Whether there are at most so many nodes, all of a vocabulary of `vocab` tokens.
+    /// True if there are at most so many nodes, all of a vocabulary of `vocab` tokens.
     pub fn fits(&self, nodes: usize, vocab: u32) -> bool {
         self.len() <= nodes && self.tokens.iter().all(|&token| token < vocab)
     }

@@ -31,7 +31,7 @@ const FLOOR: f32 = 1.0 / 256.0;
 /// No token.
 const NONE: u32 = u32::MAX;
 
-/// What follows a token, the likeliest first; [`NONE`] behind the last.
+/// Followers of a token, the likeliest first; [`NONE`] behind the last.
 type Row = [u32; RANKS];
 
 /// Rows by token: open addressing in arrays of a fixed size.
@@ -108,7 +108,7 @@ impl RecycledTokens {
         Ok(Self { vocab, most, recent: Rows::new(16), older: None, factor })
     }
 
-    /// After each of `tokens` the target's best next tokens were `best`, the likeliest first; those beyond [`RANKS`]
+    /// Note the target's best next tokens, `best`, after each of `tokens`, the likeliest first; those beyond [`RANKS`]
     /// are ignored.
     ///
     /// # Errors
@@ -126,7 +126,7 @@ impl RecycledTokens {
         Ok(())
     }
 
-    /// Each token of the text but the first came behind the one before it: it is the first choice there now.
+    /// Note that each token of the text but the first came behind the one before it: it is the first choice there now.
     ///
     /// # Errors
     /// [`crate::Error::OutOfRange`] for a token outside the vocabulary; nothing is kept then.
@@ -181,7 +181,7 @@ impl RecycledTokens {
         self.recent.taken + self.older.as_ref().map_or(0, |o| o.taken)
     }
 
-    /// Whether nothing was kept.
+    /// True if nothing was kept.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -208,7 +208,7 @@ impl RecycledTokens {
                 let held = small.tokens.iter().zip(&small.rows).filter(|(t, _)| **t != NONE);
                 held.for_each(|(&t, &r)| self.recent.set(t, r, self.factor));
             } else {
-                self.older = None; // it goes before its successor comes
+                self.older = None; // the older text goes before its successor comes
                 self.older = Some(std::mem::replace(&mut self.recent, Rows::new(16)));
             }
         }

@@ -79,7 +79,7 @@ impl SuffixDrafts {
             self.copy = copy;
             return Err(refused);
         }
-        self.habits = habits; // those of the output count
+        self.habits = habits; // the output's habits count
         if self.older.is_none() && self.copy.is_none_or(|c| c.astray() > 0) {
             self.copy = copy.or(self.copy);
         }
@@ -161,7 +161,7 @@ impl SuffixDrafts {
         self.recent.len() + self.older.as_ref().map_or(0, |(old, _)| old.len())
     }
 
-    /// Whether nothing was appended.
+    /// True if nothing was appended.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

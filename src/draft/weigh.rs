@@ -1,4 +1,4 @@
-//! How many nodes of merged trees are worth verifying: expected tokens over the seconds of the round.
+//! The number of nodes of merged trees that are worth verifying: expected tokens over the seconds of the round.
 //!
 //! A node of cumulative log-probability s is taken to be accepted with probability `exp(temper * s)`, where its
 //! request's temper says what such claims have been worth. A pass over more rows takes longer, so the likeliest nodes
@@ -48,7 +48,7 @@ impl PassTable {
     }
 }
 
-/// How many nodes to verify.
+/// The chosen number of nodes to verify.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Choice {
     /// Draft nodes.
@@ -68,7 +68,7 @@ pub struct Candidate {
     pub chance: f64,
     /// Index of its tree.
     pub tree: usize,
-    /// Its token.
+    /// The node's token.
     pub token: i32,
 }
 
@@ -148,7 +148,7 @@ impl Candidates {
         best
     }
 
-    /// Whether some number n of the best nodes of a tree is expected to give more tokens than `price(n)`.
+    /// True if some number n of the best nodes of a tree is expected to give more tokens than `price(n)`.
     pub fn pays(&self, tree: usize, price: impl Fn(u64) -> f64) -> bool {
         let mut wins = 0.0;
         self.0.iter().filter(|node| node.tree == tree).zip(1u64..).any(|(node, n)| {

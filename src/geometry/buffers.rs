@@ -17,7 +17,7 @@ pub struct Buffer {
     pub elements: u64,
     /// Bytes.
     pub bytes: u64,
-    /// Where `elements` comes from, with the numbers.
+    /// Derivation of `elements`, with the numbers.
     pub formula: String,
 }
 
@@ -90,9 +90,9 @@ impl Geometry {
         all
     }
 
-    /// What the per-branch formats need for their draft steps' `kv_indices`, one row a step:
-    /// `S * max_batch * K * (max_context_len + S)` of int32. For comparison with [`Self::buffers`]; whether one step's
-    /// row fits `int32` indexing is [`Self::per_branch_kv_indices`].
+    /// The buffer that the per-branch formats need for their draft steps' `kv_indices`, one row a step: `S * max_batch
+    /// * K * (max_context_len + S)` of int32. For comparison with [`Self::buffers`]; whether one step's row fits
+    /// `int32` indexing is [`Self::per_branch_kv_indices`].
     pub fn per_branch_buffer(&self) -> Result<Buffer> {
         let shape = self.shape();
         let width = add("context and steps", self.limits().max_context_len, shape.steps())?;

@@ -5,7 +5,7 @@ use crate::error::{Result, in_range};
 use crate::geometry::{DraftRegion, Layout, TreeShape, words_for};
 use crate::revert::{Fault, Reverts};
 
-/// What the user limits.
+/// Limits that the user sets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Limits {
     /// Largest number of requests in a batch.
@@ -141,8 +141,8 @@ impl Geometry {
         .map(|v| v as u32)
     }
 
-    /// What one step of the per-branch formats needs at most for `requests` of up to `len` tokens:
-    /// `requests * K * (len + S)`.
+    /// Most elements that one step of the per-branch formats needs for `requests` of up to `len` tokens: `requests * K
+    /// * (len + S)`.
     pub fn per_branch_elements(&self, requests: u32, len: u32) -> u64 {
         let branches = if self.reverts.has(Fault::BranchWidth) { 1 } else { self.shape.topk() as u64 };
         requests as u64 * branches * (len as u64 + self.shape.steps() as u64)

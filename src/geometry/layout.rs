@@ -1,4 +1,4 @@
-//! Where draft KV lives behind a request's committed prefix: the dense and the holey layout.
+//! Places of draft KV behind a request's committed prefix: the dense and the holey layout.
 
 use std::fmt;
 
@@ -24,7 +24,7 @@ impl fmt::Display for Layout {
 }
 
 impl Layout {
-    /// What users call it.
+    /// Name by which users choose the layout.
     pub fn name(self) -> &'static str {
         match self {
             Layout::Dense => "dense",

@@ -19,7 +19,7 @@ pub struct MaskWords {
 }
 
 impl MaskWords {
-    /// Whether bit `j` of row `i` is set; `false` outside the mask.
+    /// True if bit `j` of row `i` is set; `false` outside the mask.
     pub fn get(&self, i: u32, j: u32) -> bool {
         let w = j / 64;
         w < self.words && self.bits.get((i * self.words + w) as usize).is_some_and(|word| word >> (j % 64) & 1 == 1)

@@ -1,4 +1,4 @@
-//! From what users ask for to a grammar.
+//! Makes grammars of the forms that users ask for.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
@@ -23,11 +23,11 @@ pub const MAX_NESTING: usize = 128;
 const MAX_DEPTH: usize = 40_000;
 /// Tokens of a mark at most.
 const MAX_MARK: usize = 256;
-/// Of the thread that compiles; memory that is not touched is not taken.
+/// Stack of the thread that compiles; memory that is not touched is not taken.
 const STACK: usize = 256 << 20;
-/// What compiling may take.
+/// Time limit of compiling.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Grammars that are compiled at once, those that nobody waits for any more among them.
+/// Grammars that are compiled at once, including those that no request waits for any more.
 const MAX_COMPILING: usize = 8;
 /// Bytes that may follow without a choice. Looking for them takes a microsecond each, at every step.
 pub(super) const LONGEST_FORCED: usize = 1 << 16;
@@ -38,26 +38,26 @@ const AMBIGUOUS: u64 = 256;
 /// The name of the form's grammar, where another one leads to it.
 const BODY: &str = "specrs_body";
 
-/// What a text must look like.
+/// Form that a text must have.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Form {
-    /// JSON of this schema; its tokens may be apart by what the regular expression `whitespace` matches: `None` for a
-    /// space, or a line break and what it is indented by; "" for nothing.
+    /// JSON of this schema. Its tokens may be apart by text that the regular expression `whitespace` matches: `None`
+    /// for a space, or a line break and indentation; "" for nothing.
     Json {
         /// The schema's own text.
         schema: String,
-        /// Between two tokens of JSON.
+        /// Text that may stand between two tokens of JSON.
         whitespace: Option<String>,
     },
     /// A text that this regular expression matches as a whole.
     Regex(String),
-    /// One of these texts.
+    /// The text is one of these.
     Choice(Vec<String>),
-    /// What the rule `start` of this grammar derives, in Lark's syntax.
+    /// The text is derived by the rule `start` of this grammar, in Lark's syntax.
     Lark(String),
 }
 
-/// Behind what a form begins: before it stands any text.
+/// Text or tokens behind which a form begins: before them stands any text.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Mark {
     /// A text, which may end within a token.
@@ -112,8 +112,9 @@ impl Grammar {
     }
 }
 
-/// A matcher, made in a thread of its own, since whoever reads grammars recurses: its stack has room for as deep as the
-/// limits of this module let that be. One that takes too long is left alone: what bounds its work ends it.
+/// A matcher, made in a thread of its own, since the reader of grammars recurses: the thread's stack has room for the
+/// depth that the limits of this module allow. A thread that takes too long is left alone: the bounds of its work end
+/// it.
 fn in_time(
     make: impl FnOnce() -> std::result::Result<Matcher, String> + Send + 'static,
 ) -> std::result::Result<Matcher, String> {
@@ -133,12 +134,12 @@ fn in_time(
     let spawned = compiling.spawn(move || {
         let made = make();
         drop(turn);
-        _ = tell.send(made); // nobody waits any more, perhaps
+        _ = tell.send(made); // perhaps no longer awaited
     });
     let thread = spawned.map_err(|error| format!("no thread to compile it in: {error}"))?;
     let made = told.recv_timeout(PATIENCE);
     if made.is_ok() {
-        _ = thread.join(); // it is at its end: its stack is free when the next one wants one
+        _ = thread.join(); // the thread is at its end: its stack is free when the next one wants one
     }
     made.map_err(|error| match error {
         mpsc::RecvTimeoutError::Timeout => format!("takes longer than {} seconds to compile", PATIENCE.as_secs()),
@@ -147,7 +148,7 @@ fn in_time(
 }
 
 impl Form {
-    /// As errors name it.
+    /// Name of the form in errors.
     fn name(&self) -> &'static str {
         match self {
             Self::Json { .. } => "json",
@@ -178,8 +179,8 @@ impl Form {
         }
     }
 
-    /// As grammars of llguidance, behind the mark where there is one; and how many items a row of their parser has where it
-    /// is not ambiguous, at most.
+    /// Grammars of llguidance for the form, behind the mark where there is one; and the most items that a row of their
+    /// parser has where the grammar is not ambiguous.
     fn grammar(&self, mark: Option<&Before>) -> std::result::Result<(TopLevelGrammar, u64), String> {
         let mut free = WIDEST;
         let mut grammars = match self {
@@ -217,7 +218,7 @@ impl Form {
     }
 }
 
-/// What stands before a form: any text up to a text, or to special tokens.
+/// Text before a form: any text up to a given text, or up to special tokens.
 enum Before {
     Text(String),
     Tokens(Vec<u32>),
@@ -267,7 +268,7 @@ fn text_of(vocabulary: &Vocabulary, mark: &Mark) -> Result<Before> {
     }
 }
 
-/// Brackets that are open at once, wherever they stand: those of texts count, which need them no less seldom.
+/// Most brackets that are open at once, wherever they stand: brackets within texts count too.
 fn nesting(text: &str) -> usize {
     let (mut open, mut most) = (0usize, 0usize);
     for byte in text.bytes() {

@@ -6,7 +6,7 @@ use super::matcher::Matcher;
 use super::reason::shortened;
 use crate::round::TokenMask;
 
-/// Why a grammar has no next token.
+/// Reason why a grammar has no next token.
 pub(super) type Stuck = String;
 
 const NOTHING: &str = "it allows no token here";
@@ -16,9 +16,9 @@ pub(super) struct Cursor {
     matcher: Matcher,
     /// Tokens behind the committed ones that it has consumed.
     path: Vec<i32>,
-    /// Of the path, tokens that the matcher has consumed: an ending and what stands behind it are none of these.
+    /// Number of the path's tokens that the matcher has consumed: neither an ending nor tokens behind it count.
     consumed: usize,
-    /// Whether an ending was committed.
+    /// True if an ending was committed.
     ended: bool,
 }
 
@@ -27,7 +27,7 @@ impl Cursor {
         Self { matcher, path: Vec::new(), consumed: 0, ended: false }
     }
 
-    /// Whether an ending has been passed.
+    /// True if an ending has been passed.
     pub(super) fn ended(&self) -> bool {
         self.ended || self.consumed < self.path.len()
     }
@@ -66,12 +66,13 @@ impl Cursor {
         Ok(())
     }
 
-    /// Whether a token ends the output here. One that the grammar has as text is that, as long as the text cannot end.
+    /// True if a token ends the output here. A token that the grammar has as text counts as text, as long as the text
+    /// cannot end.
     fn is_end(&mut self, token: i32, endings: &[u32]) -> Result<bool, Stuck> {
         Ok(u32::try_from(token).is_ok_and(|t| endings.contains(&t)) && self.accepting()?)
     }
 
-    /// Whether the text may end here.
+    /// True if the text may end here.
     pub(super) fn accepting(&mut self) -> Result<bool, Stuck> {
         if self.ended() || self.finished() {
             return Ok(true);
@@ -79,12 +80,12 @@ impl Cursor {
         guarded(|| self.matcher.accepting())
     }
 
-    /// Whether nothing but an ending can follow.
+    /// True if nothing but an ending can follow.
     pub(super) fn finished(&self) -> bool {
         self.ended() || self.matcher.finished()
     }
 
-    /// What may follow, of `vocab` tokens; `None` behind an ending, where everything may.
+    /// Mask of the tokens that may follow, of `vocab` tokens; `None` behind an ending, where everything may.
     pub(super) fn mask(&mut self, vocab: u32, endings: &[u32]) -> Result<Option<TokenMask>, Stuck> {
         if self.ended() {
             return Ok(None);
@@ -107,7 +108,7 @@ impl Cursor {
         }
     }
 
-    /// These tokens are part of the output.
+    /// Add tokens to the output.
     pub(super) fn commit(&mut self, tokens: &[i32], endings: &[u32]) -> Result<(), Stuck> {
         self.seek(tokens, endings)?;
         self.ended = self.ended();
@@ -125,7 +126,7 @@ impl Cursor {
     }
 }
 
-/// What llguidance gives, its own panics being errors.
+/// The result of a call of llguidance, with its panics turned into errors.
 fn guarded<T>(call: impl FnOnce() -> anyhow::Result<T>) -> Result<T, Stuck> {
     match catch_unwind(AssertUnwindSafe(call)) {
         Ok(Ok(value)) => Ok(value),

@@ -7,7 +7,8 @@ use super::rules;
 
 const MARK: &str = "%json";
 
-/// A grammar in which each `%json` is the name of a grammar beside it, and these. `widest` rises to the widest of theirs.
+/// A grammar in which each `%json` is the name of a grammar beside it, and these grammars. `widest` rises to the widest
+/// of theirs.
 ///
 /// # Errors
 /// A schema that is refused; `%json` where none can stand.
@@ -38,7 +39,7 @@ pub(super) fn apart(text: &str, widest: &mut usize) -> Result<(String, Vec<Gramm
             _ => out.push_str(found),
         }
     }
-    // llguidance compiles a schema itself wherever it sees one: nothing that looks so may be left.
+    // llguidance compiles a schema itself wherever it sees one: nothing that looks like one may be left.
     match out.contains(MARK) {
         true => Err(format!("{MARK} stands in a text or a comment; write it otherwise")),
         false => Ok((out, grammars)),

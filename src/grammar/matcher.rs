@@ -34,8 +34,9 @@ impl Matcher {
         Self { parser: self.parser.deep_clone(), failed: self.failed.clone(), ..*self }
     }
 
-    /// One step, whose own panics are errors. A row of the parser is one set of items, n of which cost up to n^3 steps where
-    /// the grammar is ambiguous: completed ones go through earlier rows, and every item that they add through its own row.
+    /// Take one step, with the parser's own panics as errors. A row of the parser is one set of items, n of which cost
+    /// up to n^3 steps where the grammar is ambiguous: completed ones go through earlier rows, and every item that they
+    /// add through its own row.
     fn step<T>(&mut self, call: impl FnOnce(&mut TokenParser) -> anyhow::Result<T>) -> anyhow::Result<T> {
         if let Some(why) = &self.failed {
             anyhow::bail!("{why}");
@@ -62,7 +63,7 @@ impl Matcher {
         })
     }
 
-    /// Whether a token may come here; then it has come.
+    /// Consume a token if it may come here, and tell whether it did.
     pub(super) fn consume(&mut self, token: u32) -> anyhow::Result<bool> {
         self.step(|parser| {
             if !parser.validate_token(token)? {
@@ -79,7 +80,7 @@ impl Matcher {
         self.step(|parser| parser.rollback(tokens))
     }
 
-    /// A bit a token, those that may come next.
+    /// Mask with a bit for each token that may come next.
     pub(super) fn mask(&mut self) -> anyhow::Result<Vec<u32>> {
         self.step(|parser| Ok(parser.compute_mask()?.as_slice().to_vec()))
     }
@@ -88,13 +89,13 @@ impl Matcher {
         self.step(|parser| Ok(parser.is_accepting()))
     }
 
-    /// Whether nothing can follow.
+    /// True if nothing can follow.
     pub(super) fn finished(&self) -> bool {
         let ends = matches!(self.parser.stop_reason(), StopReason::NoExtension | StopReason::EndOfSentence);
         self.failed.is_none() && ends
     }
 
-    /// The bytes that must follow; of a copy, since finding them moves the parser.
+    /// The bytes that must follow; found in a copy, since finding them moves the parser.
     pub(super) fn forced(&self) -> Vec<u8> {
         let mut copy = self.parser.clone();
         catch_unwind(AssertUnwindSafe(|| Ok(copy.force_bytes()))).unwrap_or_default()

@@ -20,12 +20,12 @@ pub(super) struct Decimal {
     negative: bool,
     /// Without leading zeros; "0" alone for none.
     whole: String,
-    /// Behind the point, without trailing zeros.
+    /// Digits behind the point, without trailing zeros.
     part: String,
 }
 
 impl Decimal {
-    /// From JSON's text of a number; `None` where it has too many digits.
+    /// Read JSON's text of a number; `None` where it has too many digits.
     pub(super) fn parse(text: &str) -> Option<Self> {
         let (negative, text) = text.strip_prefix('-').map_or((false, text), |t| (true, t));
         let (mantissa, exponent) = text.split_once(['e', 'E']).unwrap_or((text, "0"));
@@ -72,7 +72,7 @@ impl Decimal {
         Some(if self.negative { -value } else { value })
     }
 
-    /// As a length or a count; the largest one where it is beyond all numbers.
+    /// The number as a length or a count; the largest one where it is beyond all numbers.
     pub(super) fn count(&self) -> Option<u64> {
         (!self.negative && self.is_whole()).then(|| self.whole.parse().unwrap_or(u64::MAX))
     }
@@ -127,7 +127,7 @@ impl PartialOrd for Decimal {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Bound {
     pub(super) at: Decimal,
-    /// Whether `at` itself is outside.
+    /// True if `at` itself is outside.
     pub(super) open: bool,
 }
 
@@ -145,7 +145,7 @@ impl Multiple {
         (of != 0 && of <= 1_000_000_000_000_000_000).then_some(Self { of, scale })
     }
 
-    /// What is a multiple of both.
+    /// The common multiples of both.
     pub(super) fn both(&self, other: &Self) -> Option<Self> {
         let scale = self.scale.max(other.scale);
         let wide = |m: &Self| m.of.checked_mul(10u128.pow(scale - m.scale));
@@ -163,25 +163,25 @@ impl Multiple {
     }
 }
 
-/// What a number must be.
+/// Conditions on a number.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(super) struct Numbers {
     pub(super) whole: bool,
     pub(super) low: Option<Bound>,
     pub(super) high: Option<Bound>,
     pub(super) multiple: Option<Multiple>,
-    /// One of these, in these texts.
+    /// The values, in these texts, if the number is one of a list.
     pub(super) listed: Option<Vec<(String, Decimal)>>,
 }
 
-/// How the texts of numbers are told.
+/// Ways to tell the texts of numbers.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Told {
-    /// There is none.
+    /// There are no such numbers.
     Never,
-    /// By the lexer.
+    /// The lexer tells them.
     Term(Term),
-    /// Whole multiples of `of`, between bounds, by llguidance's lexer of remainders.
+    /// Whole multiples of `of`, between bounds, told by llguidance's lexer of remainders.
     Counted { of: u64, low: Option<i64>, high: Option<i64> },
 }
 
@@ -332,7 +332,7 @@ fn by_digits(m: &Multiple) -> Option<String> {
     for i in 0..10u128.pow(power) / m.of {
         let last = if digits == 0 { String::new() } else { format!("{:0>digits$}", i * m.of) };
         if digits <= scale {
-            // Within the fraction: free digits, and these, of which trailing zeros may be left out.
+            // Within the fraction: free digits, then these, whose trailing zeros may be left out.
             let free = scale - digits;
             let kept = last.trim_end_matches('0');
             for end in kept.len()..=last.len() {
@@ -358,7 +358,7 @@ fn by_digits(m: &Multiple) -> Option<String> {
     Some(found.join("|"))
 }
 
-/// Texts of what is at least a bound, a sign in front where there is one.
+/// Texts of numbers that are at least a bound, with a sign in front where there is one.
 fn at_least(bound: &Bound) -> String {
     let size = Decimal::new(false, &bound.at.whole, &bound.at.part);
     if bound.at.negative {
@@ -469,7 +469,7 @@ fn trimmed(digits: &str) -> String {
     if found.is_empty() { "0".into() } else { found.into() }
 }
 
-/// One more.
+/// The number above.
 fn up(whole: &str) -> String {
     let kept = whole.trim_end_matches('9');
     let zeros = "0".repeat(whole.len() - kept.len());
@@ -479,7 +479,7 @@ fn up(whole: &str) -> String {
     }
 }
 
-/// One less, of what is above zero.
+/// The number below, of a number above zero.
 fn down(whole: &str) -> String {
     let kept = whole.trim_end_matches('0');
     let nines = "9".repeat(whole.len() - kept.len());

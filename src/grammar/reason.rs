@@ -1,4 +1,4 @@
-//! Why a form is refused, or a request fails, as a person reads it.
+//! Reasons why a form is refused, or a request fails, as a person reads them.
 
 use serde_json::Value;
 
@@ -14,7 +14,7 @@ pub(super) fn shortened(why: &str) -> String {
     let cause = why.lines().skip(1).find_map(|l| l.trim().strip_prefix("error: ")).filter(|_| line.ends_with(':'));
     let joined = cause.map(|cause| format!("{line} {cause}"));
     let line = joined.as_deref().unwrap_or(line);
-    // A caught panic of llguidance, which is how it refuses what its numbers have no room for.
+    // A caught panic of llguidance: it refuses in this way numbers for which it has no room.
     let line = line.strip_prefix("panic: assertion failed: ").map_or(line, |_| "it is larger than its parser can hold");
     match line.char_indices().nth(MAX_WHY) {
         Some((end, _)) => format!("{}...", &line[..end]),

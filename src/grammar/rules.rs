@@ -1,4 +1,4 @@
-//! From a JSON schema to a grammar in Lark's syntax: rules of values, terminals of their texts.
+//! Makes a grammar in Lark's syntax from a JSON schema: rules of values, terminals of their texts.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -15,14 +15,14 @@ use super::term::Term;
 /// Rules of one schema at most: llguidance goes through them by recursion.
 const MAX_RULES: usize = 20_000;
 
-/// Between two tokens of JSON by default: a space, or a line break and the indentation behind it. More would let a model
-/// that likes spaces never come to an end.
+/// Text between two tokens of JSON by default: a space, or a line break and the indentation behind it. More would let a
+/// model that likes spaces never come to an end.
 const WHITESPACE: &str = r" |\r?\n[ \t]{0,40}";
 
 enum Symbol {
     Term(usize),
     Rule(usize),
-    /// A grammar of its own, of remainders.
+    /// A grammar of its own, which counts remainders.
     Counted(usize),
     /// A rule several times.
     Times(usize, u64, Option<u64>),
@@ -40,8 +40,8 @@ struct Rules<'a> {
     open: VecDeque<(Places, usize)>,
 }
 
-/// A schema's grammar under a name, those that it leads to, and how many items a row of its parser has where it has most,
-/// about.
+/// A schema's grammar under a name, the grammars that it leads to, and about how many items the largest row of its
+/// parser has.
 pub(super) struct Written {
     pub(super) grammars: Vec<GrammarWithLexer>,
     pub(super) widest: usize,
@@ -119,7 +119,7 @@ impl Rules<'_> {
         Ok(self.rules.len() - 1)
     }
 
-    /// The rule of values of which all places hold.
+    /// The rule of values for which all places hold.
     fn value(&mut self, places: Places) -> Result<usize, Refusal> {
         if let Some(&rule) = self.of.get(&places) {
             return Ok(rule);
@@ -192,7 +192,7 @@ impl Rules<'_> {
         if most == Some(0) {
             return Ok(());
         }
-        // Behind the items that have places of their own: any number of others.
+        // Behind the items with places of their own comes any number of others.
         let own = most.map_or(own, |most| own.min(most as usize));
         let other = self.value(list.item(list.first()))?;
         let comma = vec![self.sign(","), Symbol::Rule(other)];
@@ -202,7 +202,7 @@ impl Rules<'_> {
         if left == Some(0) {
             tail = self.rule(vec![Vec::new()])?;
         }
-        // Those of the schema's own that may be left out, from the last one.
+        // The schema's own items that may be left out, from the last one.
         let fixed = first.min(least.max(1) as usize);
         for i in (fixed..first).rev() {
             let item = self.value(list.item(i))?;
@@ -221,8 +221,8 @@ impl Rules<'_> {
         Ok(())
     }
 
-    /// Members in the schema's order, those with free names behind them. A rule for each member that comes next and each
-    /// number of members before it, as far as numbers matter.
+    /// Write members in the schema's order, those with free names behind them: a rule for each member that comes next
+    /// and each number of members before it, as far as numbers matter.
     fn object(&mut self, object: &Object, lines: &mut Vec<Line>) -> Result<(), Refusal> {
         let names = object.names();
         let required = object.required.iter().collect::<std::collections::HashSet<_>>();
@@ -310,7 +310,7 @@ impl Rules<'_> {
         Ok(())
     }
 
-    /// Whether a member may have a name that is not declared, so far as its value's kinds tell.
+    /// True if a member may have a name that is not declared, as far as its value's kinds tell.
     fn schema_has_free(&mut self, object: &Object, names: &[String]) -> Result<bool, Refusal> {
         for (_, places) in object.free(names)? {
             if !self.schema.kinds(&places)?.is_empty() {

@@ -1,4 +1,4 @@
-//! Which values a JSON schema takes: of each type, what holds of it.
+//! Values that a JSON schema takes: for each type, the conditions on it.
 //!
 //! A place of the schema is a number here. What must hold of one value is a set of places, [`Places`], all of them at
 //! once; [`Schema::kinds`] makes alternatives of that, one type each, whose parts are sets of places again. So schemas
@@ -15,9 +15,9 @@ use super::reason::{shown, step};
 use super::strings::{self, Strings};
 use super::term::Term;
 
-/// Why a schema is refused.
+/// Reason why a schema is refused.
 pub(super) type Refusal = String;
-/// All of these hold; of none, anything does.
+/// Places that all hold for a value; without places, any value does.
 pub(super) type Places = BTreeSet<usize>;
 
 /// Alternatives that are looked at for one schema, at most.
@@ -26,12 +26,12 @@ const MAX_KINDS: usize = 200_000;
 const MAX_WITHIN: usize = 200;
 /// Lengths and counts from below, at most.
 const MAX_LEAST: u64 = 100_000;
-/// How deep two objects are compared, to tell the options of a `oneOf` apart.
+/// Depth to which two objects are compared, to tell the options of a `oneOf` apart.
 const MAX_APART: usize = 8;
 
 static NOTHING: Value = Value::Bool(false);
 
-/// Keywords that say what is not enforced.
+/// Keywords that are not enforced and refused.
 const REFUSED: [&str; 17] = [
     "not",
     "if",
@@ -63,7 +63,7 @@ pub(super) enum Kind {
     Object(Object),
 }
 
-/// What an array must be: to every layer's liking.
+/// Conditions on an array, over all layers.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(super) struct List {
     layers: Vec<Rc<Items>>,
@@ -88,7 +88,7 @@ impl List {
     }
 }
 
-/// What an object must be: to every layer's liking.
+/// Conditions on an object, over all layers.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(super) struct Object {
     layers: Vec<Rc<Fields>>,
@@ -106,14 +106,14 @@ struct Fields {
 }
 
 impl Object {
-    /// Names that the schema has, in its order; behind them those that it requires only.
+    /// Names that the schema has, in its order; behind them those that are only required.
     pub(super) fn names(&self) -> Vec<String> {
         let mut seen = std::collections::HashSet::new();
         let named = self.layers.iter().flat_map(|l| l.named.iter().map(|(name, _)| name)).chain(&self.required);
         named.filter(|name| seen.insert(name.as_str())).cloned().collect()
     }
 
-    /// What holds of a member by its name.
+    /// The places that hold for a member, by its name.
     pub(super) fn member(&self, name: &str) -> Result<Places, Refusal> {
         let json = Value::from(name).to_string();
         let mut found = Places::new();
@@ -183,12 +183,12 @@ impl Object {
 
 struct Place<'a> {
     value: &'a Value,
-    /// Whether the value itself is what is asked for.
+    /// True if the value itself is the constant that is asked for.
     constant: bool,
     path: String,
 }
 
-/// A schema, and what was found out about it.
+/// A schema, and the findings about it.
 pub(super) struct Schema<'a> {
     root: &'a Value,
     places: Vec<Place<'a>>,
@@ -228,7 +228,7 @@ impl<'a> Schema<'a> {
         }
     }
 
-    /// What values may be of which all places hold.
+    /// The kinds of values for which all places hold.
     pub(super) fn kinds(&mut self, places: &Places) -> Result<Vec<Kind>, Refusal> {
         let mut found = any();
         for &place in places {
@@ -388,7 +388,7 @@ impl<'a> Schema<'a> {
         Ok(found)
     }
 
-    /// What `type` and the keywords of each type say.
+    /// The kinds that `type` and the keywords of each type allow.
     fn typed(&mut self, fields: &'a Map<String, Value>, path: &str) -> Result<Vec<Kind>, Refusal> {
         let all = Value::from(vec!["null", "boolean", "number", "string", "array", "object"]);
         let told = fields.get("type").unwrap_or(&all);
@@ -474,13 +474,13 @@ impl<'a> Schema<'a> {
         Ok(Object { layers, required, least, most })
     }
 
-    /// Whether no value can be both.
+    /// True if no value can be both.
     fn apart(&mut self, a: &Kind, b: &Kind, depth: usize) -> Result<bool, Refusal> {
         self.spend(1)?;
         let (one, other) = match (a, b) {
             (Kind::Number(x), Kind::Number(y)) => {
                 let met = x.meet(y).and_then(|met| met.told());
-                return Ok(met == Ok(Told::Never)); // what cannot be told is not told apart
+                return Ok(met == Ok(Told::Never)); // values that cannot be told count as not apart
             }
             (Kind::String(x), Kind::String(y)) => return Ok(x.meet(y).told() == Ok(None)),
             (Kind::Bool(x), Kind::Bool(y)) => return Ok(x != y),
@@ -622,7 +622,7 @@ fn of_strings(fields: &Map<String, Value>, path: &str) -> Result<Strings, Refusa
     Ok(Strings { shortest, longest, patterns, listed: None })
 }
 
-/// A length or a count; one beyond all numbers is the largest.
+/// A length or a count; a number beyond all others is the largest one.
 fn count(fields: &Map<String, Value>, keyword: &str, path: &str) -> Result<Option<u64>, Refusal> {
     let Some(value) = fields.get(keyword) else { return Ok(None) };
     let refused = || format!("{path}/{keyword} = {}: must be a whole number, at least 0", shown(value));
@@ -638,7 +638,7 @@ fn least(fields: &Map<String, Value>, keyword: &str, path: &str) -> Result<u64, 
     }
 }
 
-/// What a reference within a document leads to.
+/// The value that a reference within a document leads to.
 fn pointed<'a>(root: &'a Value, reference: &str) -> Option<&'a Value> {
     let pointer = reference.strip_prefix('#')?;
     let mut bytes = Vec::new();

@@ -14,7 +14,7 @@ pub(super) const CHARACTER: &str = r#"(?:[^"\\\x00-\x1f]|\\(?:["\\bfnrt]|u00[01]
 /// A bound of a length or a count that no output reaches: there is none.
 pub(super) const UNREACHED: u64 = 10_000_000;
 
-/// What a string must be.
+/// Conditions on a string.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(super) struct Strings {
     pub(super) shortest: u64,
@@ -83,7 +83,7 @@ pub(super) fn quoted(text: &str) -> String {
     out
 }
 
-/// What strings a pattern of a schema finds itself in, as JSON's text.
+/// The strings in which a schema's pattern is found, as JSON's text.
 ///
 /// Patterns are ECMA 262's, as far as Rust's syntax has them. Where engines differ in what a class has (`\s`, `\w`, `.`),
 /// it has what ECMA 262 and Python agree on.
@@ -165,7 +165,7 @@ fn apart(parts: Vec<Hir>, found: &mut Vec<Vec<Hir>>) -> Result<(), String> {
     Ok(())
 }
 
-/// An expression without anchors, over JSON's text of what it matches.
+/// Write an expression without anchors, over JSON's text of the strings that it matches.
 fn written(hir: &Hir, out: &mut String) -> Result<(), String> {
     match hir.kind() {
         HirKind::Empty => out.push_str("(?:)"),
@@ -233,7 +233,7 @@ fn character(c: char, out: &mut String) {
     }
 }
 
-/// Of a range, the characters that JSON escapes.
+/// Escapes of those characters of a range that JSON escapes.
 fn escapes(from: u32, to: u32, found: &mut Vec<String>) {
     for c in from..=to.min(0x1f) {
         let short = match c {
@@ -255,7 +255,7 @@ fn escapes(from: u32, to: u32, found: &mut Vec<String>) {
     }
 }
 
-/// Of a range, the characters that stand for themselves, within brackets.
+/// Those characters of a range that stand for themselves, within brackets.
 fn unescaped(from: u32, to: u32, out: &mut String) {
     for (low, high) in [(0x20, 0x21), (0x23, 0x5b), (0x5d, 0x10_ffff)] {
         let (low, high) = (low.max(from), high.min(to));
@@ -278,7 +278,7 @@ fn translated(text: &str) -> Result<String, String> {
         match (c, class) {
             ('\\', _) => {
                 let escaped = chars.next().ok_or("ends in a backslash")?;
-                let wide = class == Some(true); // what is excluded is excluded as any engine sees it
+                let wide = class == Some(true); // a class excludes what any engine excludes
                 let narrow = match (escaped, class.is_some()) {
                     ('d' | 'w' | 's' | 'D' | 'W' | 'S', inside) => Some(shorthand(escaped, wide, inside)),
                     ('/', _) => Some(r"\x2F".into()),

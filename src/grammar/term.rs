@@ -1,4 +1,4 @@
-//! What one token of JSON may be: regular expressions, and what stands in all, some or none of them.
+//! Texts of one token of JSON: regular expressions, and the texts that are in all, some or none of them.
 
 use llguidance::derivre::{Regex, RegexAst, RegexBuilder};
 
@@ -15,7 +15,7 @@ pub(super) enum Term {
 }
 
 impl Term {
-    /// What a regular expression in Rust's syntax matches as a whole; it has no `/` and no line break.
+    /// The texts that a regular expression in Rust's syntax matches as a whole; it has no `/` and no line break.
     pub(super) fn rx(text: impl Into<String>) -> Self {
         Self::Rx(text.into())
     }
@@ -33,7 +33,7 @@ impl Term {
         Self::Not(Box::new(term))
     }
 
-    /// In Lark's syntax.
+    /// Write the term in Lark's syntax.
     pub(super) fn lark(&self, out: &mut String) {
         let joined = |terms: &[Term], sign: &str, out: &mut String| {
             out.push('(');
@@ -76,19 +76,19 @@ impl Term {
         built.map_err(|_| "it is too large to tell what it matches".into())
     }
 
-    /// Whether no text is in it.
+    /// True if no text is in it.
     ///
     /// # Errors
     /// That takes too long to tell.
     pub(super) fn is_empty(&self) -> Result<bool, String> {
         match self {
-            Self::Rx(_) => Ok(false), // those that are made here match something
+            Self::Rx(_) => Ok(false), // expressions that are made here match something
             Self::Any(terms) => terms.iter().try_fold(true, |empty, t| Ok(empty && t.is_empty()?)),
             _ => Ok(self.compiled()?.always_empty()),
         }
     }
 
-    /// Whether a text is in it.
+    /// True if a text is in it.
     pub(super) fn has(&self, text: &str) -> Result<bool, String> {
         Ok(self.compiled()?.is_match(text))
     }

@@ -1,4 +1,4 @@
-//! How far one request has come in its grammar.
+//! Tracks how far one request has come in its grammar.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -10,8 +10,8 @@ use crate::round::TokenMask;
 /// Bytes of forced text that are looked at.
 const MAX_FORCED: usize = 512;
 
-/// How far one request has come in its grammar: behind its committed output, and at any path from there. Clones are the
-/// same request.
+/// State of one request in its grammar: behind its committed output, and at any path from there. Clones are the same
+/// request.
 ///
 /// Two parsers follow the output. The first goes where tokens are drawn and nowhere else, so that its limits are met
 /// where plain decoding would meet them. The second one looks ahead, for drafts; where it meets a limit, nobody looks
@@ -81,7 +81,7 @@ impl Tracker {
         self.find(path).map_err(failed)
     }
 
-    /// As [`Tracker::mask`], with the reason alone.
+    /// The mask as of [`Tracker::mask`], with the reason alone as its error.
     pub(crate) fn find(&self, path: &[i32]) -> std::result::Result<Option<TokenMask>, String> {
         let Request { endings, .. } = &*self.0;
         let mut state = self.state();
@@ -101,7 +101,7 @@ impl Tracker {
         Ok(mask)
     }
 
-    /// These tokens are the output's next ones.
+    /// Add the output's next tokens.
     ///
     /// # Errors
     /// [`Error::GrammarFailed`] where one of them is not allowed, or a limit is met: then every mask from here on is
@@ -120,13 +120,13 @@ impl Tracker {
         state.lost.clone().map_or(Ok(()), |why| Err(failed(why)))
     }
 
-    /// Whether the output is complete: nothing but an ending can follow.
+    /// True if the output is complete: nothing but an ending can follow.
     pub fn complete(&self) -> bool {
         let state = self.state();
         state.lost.is_none() && state.drawing.finished()
     }
 
-    /// Whether `token` may stand behind the output and `path`, as far as can be told: for drafts.
+    /// True if `token` may stand behind the output and `path`, as far as can be told: for drafts.
     pub fn allows(&self, path: &[i32], token: i32) -> bool {
         let Request { endings, .. } = &*self.0;
         let mut state = self.state();
@@ -138,20 +138,20 @@ impl Tracker {
         ahead.seek(&longer, endings).is_ok()
     }
 
-    /// How many of these tokens may stand behind the output, one behind the other.
+    /// The number of these tokens that may stand behind the output, one behind the other.
     pub fn allowed(&self, tokens: &[i32]) -> usize {
         (0..tokens.len()).find(|&i| !self.allows(&tokens[..i], tokens[i])).unwrap_or(tokens.len())
     }
 
-    /// As [`Tracker::mask`], of a path that may never be walked: by the parser that looks ahead. `None` where all tokens may
-    /// follow, or nothing can be told.
+    /// The mask as of [`Tracker::mask`] for a path that may never be walked, made by the parser that looks ahead.
+    /// `None` where all tokens may follow, or nothing can be told.
     pub fn mask_ahead(&self, path: &[i32]) -> Option<TokenMask> {
         let Request { endings, .. } = &*self.0;
         let vocab = self.vocab();
         self.state().ahead.as_mut().and_then(|a| a.seek(path, endings).and_then(|()| a.mask(vocab, endings)).ok()?)
     }
 
-    /// What must come next behind the output, in order; perhaps nothing.
+    /// The tokens that must come next behind the output, in order; perhaps none.
     pub fn forced(&self) -> Vec<Forced> {
         let Request { endings, grammar, .. } = &*self.0;
         let vocabulary = grammar.vocabulary();

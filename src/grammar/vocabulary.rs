@@ -15,7 +15,7 @@ use crate::round::MAX_VOCAB;
 const MAX_TOKEN: usize = 1000;
 /// Bytes of all tokens at most: the trie's nodes have 22 bits.
 const MAX_BYTES: usize = 1 << 22;
-/// What a special token's bytes begin with, and no text has.
+/// First byte of a special token's bytes, which no text has.
 const SPECIAL: u8 = TokTrie::SPECIAL_TOKEN_MARKER;
 /// One more token behind the vocabulary: its bit in a mask says that the text may end.
 const END: &[u8] = b"\xff<|specrs_end|>";
@@ -27,7 +27,7 @@ pub struct Vocabulary {
     vocab: u32,
 }
 
-/// What llguidance asks of a tokenizer. Forced text is not tokenised here: it is drafted, and drafts are verified.
+/// The tokenizer that llguidance asks. Forced text is not tokenised here: it is drafted, and drafts are verified.
 struct Tokens(TokTrie);
 
 impl TokenizerEnv for Tokens {
@@ -39,13 +39,13 @@ impl TokenizerEnv for Tokens {
         self.0.greedy_tokenize(s)
     }
 
-    /// With a canonical tokenizer llguidance forces its tokens; here every spelling of a text is allowed.
+    /// With a canonical tokenizer, llguidance would force its tokens; here every spelling of a text is allowed.
     fn tokenize_is_canonical(&self) -> bool {
         false
     }
 }
 
-/// How much work and memory a request's parser may take.
+/// Limits of the work and memory of a request's parser.
 fn limits() -> ParserLimits {
     ParserLimits {
         max_items_in_row: 2_000,
@@ -55,7 +55,7 @@ fn limits() -> ParserLimits {
         max_lexer_states: 50_000, // 1 to 2 kB each
         max_grammar_size: 500_000,
         precompute_large_lexemes: true,
-        verbose_errors: false, // they would repeat the output
+        verbose_errors: false, // verbose errors would repeat the output
     }
 }
 
@@ -108,7 +108,7 @@ impl Vocabulary {
         self.factory.create_parser(grammar)
     }
 
-    /// Whether a token stands for no text.
+    /// True if a token stands for no text.
     pub(super) fn is_special(&self, token: u32) -> bool {
         self.trie().is_special_token(token)
     }

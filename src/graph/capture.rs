@@ -1,4 +1,4 @@
-//! From work on a stream to a graph.
+//! Makes a graph of the work on a stream.
 
 use std::cell::Cell;
 use std::mem;
@@ -14,7 +14,7 @@ use super::turn::Turn;
 use crate::device::{Alive, Device, RawEvent, Relaxed, Stream, capture_into, named};
 use crate::error::{Error, Result};
 
-/// Calls that another thread makes meanwhile are its own affair; those of this one that cannot be captured fail.
+/// Other threads may make any calls meanwhile; calls of this thread that cannot be captured fail.
 const MODE: sys::CUstreamCaptureMode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
 
 /// The driver's answer to a call of a capture.
@@ -28,8 +28,8 @@ fn of_capture(error: Error) -> Error {
 }
 
 thread_local! {
-    /// Where this thread captures, and what its child graphs go to; left by a capture that another thread gave up, which
-    /// becomes no graph.
+    /// The device on which this thread captures, and the place of its child graphs; left by a capture that another
+    /// thread gave up, which becomes no graph.
     static OPEN: Cell<Option<(&'static Device, Place)>> = const { Cell::new(None) };
 }
 
@@ -120,7 +120,7 @@ impl Capture {
         self.around.as_ref().map(|around| around.handle)
     }
 
-    /// Make the graph of what was put on the stream. `held` is kept until its last launch has finished.
+    /// Make the graph of the work that was put on the stream. `held` is kept until its last launch has finished.
     ///
     /// # Errors
     /// [`Error::GraphCapture`] where the work broke the capture, left another stream of it unjoined, or holds a node that
@@ -179,7 +179,7 @@ impl Capture {
 impl Drop for Capture {
     fn drop(&mut self) {
         if self.open {
-            // Without its context the driver refuses, and the stream stays as it is: nobody can act on that.
+            // Without its context the driver refuses, and the stream stays as it is: no caller can act on that.
             let _current = self.device.enter();
             let _ = self.end();
             drop(self.around.take());
@@ -229,7 +229,7 @@ impl Loop {
     }
 }
 
-/// Make a graph launchable. `graph` is destroyed by the caller: what is launched is a copy.
+/// Make a graph launchable. The caller destroys `graph`: the launched graph is a copy.
 fn instantiate(
     graph: &Draft,
     body: Option<sys::CUgraph>,
@@ -259,8 +259,8 @@ fn instantiate(
     Ok(Graph::new(Exec { raw: exec, _alive: alive }, end, counts, device, held))
 }
 
-/// Add a graph of somebody else to what this thread's [`Capture`] captures on `stream`, behind what is there: the driver copies it. What its
-/// nodes point at is kept by whoever holds the graph that is being made.
+/// Add another owner's graph to the stream that this thread's [`Capture`] captures, behind the work that is there: the
+/// driver copies it. The holder of the graph that is being made keeps the memory that its nodes point at.
 ///
 /// # Safety
 /// `raw` is a `CUgraph` that lives through the call and that nobody changes meanwhile.
@@ -306,7 +306,7 @@ pub unsafe fn add_child(stream: Stream, raw: usize) -> Result<()> {
         // SAFETY: the driver gave an array of `count` nodes, which stays until the next call on the stream.
         unsafe { slice::from_raw_parts(behind, count) }.to_vec()
     };
-    // Before the driver, whose error would name no node.
+    // Checked before the driver, whose error would name no node.
     let path = format!("{} / {} graph", place.root(), nodes::count(graph)?);
     nodes::inspect(child, place, &path, "cuGraphAddChildGraphNode")?;
     let mut node = ptr::null_mut();

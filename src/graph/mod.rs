@@ -1,4 +1,4 @@
-//! CUDA graphs that own what they point at (feature `cuda`).
+//! CUDA graphs that own the memory they point at (feature `cuda`).
 //!
 //! A captured graph is a list of addresses. Freeing or moving memory at one of them corrupts a later replay silently.
 //! So a [`Graph`] of this module holds everything that its work reads and writes, and gives nothing back before its

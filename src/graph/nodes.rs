@@ -11,7 +11,7 @@ use cudarc::driver::sys;
 use crate::device::named;
 use crate::error::{Error, Result};
 
-/// How many nodes of each type a graph has, by the type's name; nodes of child graphs and of a loop's body are among
+/// Number of a graph's nodes of each type, by the type's name; nodes of child graphs and of a loop's body are among
 /// them, beside the nodes that hold them.
 pub type NodeCounts = BTreeMap<&'static str, u64>;
 
@@ -39,7 +39,7 @@ fn name_of(kind: u32) -> &'static str {
     NAMES.iter().find(|(id, _)| *id == kind).map_or("unknown", |(_, name)| name)
 }
 
-/// Where a graph is to go, which says what it may hold.
+/// Place that a graph is made for, which says what the graph may hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Place {
     /// Launched as it is: whatever the driver instantiates.
@@ -51,7 +51,7 @@ pub(super) enum Place {
 }
 
 impl Place {
-    /// Why a node of type `kind` may not be here; `None` where it may.
+    /// Reason why a node of type `kind` may not be here; `None` where it may.
     fn refusal(self, kind: u32, cooperative: bool) -> Option<&'static str> {
         let name = name_of(kind);
         match self {
@@ -69,7 +69,7 @@ impl Place {
         }
     }
 
-    /// What paths begin with.
+    /// First part of paths.
     pub(super) fn root(self) -> &'static str {
         match self {
             Place::Top | Place::Child => "graph",
@@ -159,7 +159,7 @@ pub(super) fn count(graph: sys::CUgraph) -> Result<usize> {
     Ok(count)
 }
 
-/// Whether a kernel node launches cooperatively.
+/// True if a kernel node launches cooperatively.
 fn is_cooperative(node: sys::CUgraphNode) -> Result<bool> {
     let attribute = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
     let mut value = sys::CUlaunchAttributeValue { pad: [0; 64] };

@@ -13,7 +13,8 @@ use super::turn::Turn;
 use crate::device::{Alive, Device, RawEvent, Relaxed};
 use crate::error::Result;
 
-/// What a graph keeps: memory, modules, objects of another language. It is dropped by whoever collects, on any thread.
+/// An object that a graph keeps: memory, a module, an object of another language. Any thread may drop it, when it
+/// collects dropped graphs.
 pub type Held = Box<dyn Any + Send>;
 
 /// An instantiated graph, without its owner, and what tells buffers that it is there.
@@ -30,9 +31,9 @@ unsafe impl Send for Exec {}
 /// A graph on its way out.
 pub(super) struct Retiring {
     pub(super) exec: Exec,
-    /// Behind the last launch.
+    /// Event behind the last launch.
     pub(super) end: RawEvent,
-    /// No event says when its last launch is over: it stays for the life of the process.
+    /// True if no event says when its last launch is over: it stays for the life of the process.
     pub(super) endless: bool,
     /// Given back after `exec` is destroyed.
     pub(super) held: Held,
@@ -66,12 +67,12 @@ pub fn collect(wait: bool) -> Result<usize> {
     for graph in all {
         match over(&graph, wait) {
             Ok(true) => held.push(destroy(graph)),
-            // An event that cannot be asked says nothing, so its graph stays.
+            // An event that cannot be asked tells nothing, so its graph stays.
             Ok(false) | Err(_) => pending.push(graph),
         }
     }
     list().extend(pending);
-    // Somebody else's capture on this thread is not broken by what is freed here.
+    // Memory that is freed here breaks no other owner's capture on this thread.
     let _relaxed = Relaxed::enter();
     Ok(held.into_iter().map(drop).count())
 }
@@ -90,7 +91,7 @@ fn over(graph: &Retiring, wait: bool) -> Result<bool> {
 
 fn destroy(graph: Retiring) -> Held {
     let Retiring { exec, end, held, device, .. } = graph;
-    // Without them the driver may refuse, and the graph's own memory would leak: nobody can act on that.
+    // Without relaxed mode the driver may refuse, and the graph's own memory would leak: no caller can act on that.
     let _relaxed = Relaxed::enter();
     let _current = device.enter();
     // SAFETY: instantiated once, on this list once, so destroyed once; its last launch is over.

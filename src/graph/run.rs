@@ -9,14 +9,14 @@ use super::retire::{self, Exec, Held, Retiring};
 use crate::device::{Device, RawEvent, Relaxed, Stream, named};
 use crate::error::{Error, Result};
 
-/// What changes with a launch.
+/// State that changes with a launch.
 #[derive(Debug)]
 struct State {
     /// `None` once it was let go of.
     exec: Option<Exec>,
-    /// Behind the last launch; `None` with `exec`.
+    /// Event behind the last launch; `None` with `exec`.
     end: Option<RawEvent>,
-    /// The last launch may be under way and `end` does not say so.
+    /// True if the last launch may be under way and `end` does not say so.
     endless: bool,
     replays: u64,
 }
@@ -64,7 +64,7 @@ impl Graph {
         };
         // SAFETY: instantiated and not destroyed; what its work touches is held until `end` is reached.
         let launched = named("cuGraphLaunch", unsafe { sys::cuGraphLaunch(exec.raw, stream.handle()).result() });
-        // Also behind a launch that was refused: it may have begun.
+        // The end is recorded behind a refused launch too: it may have begun.
         let marked = Relaxed::enter().and_then(|_relaxed| end.record(stream));
         state.endless |= marked.is_err();
         launched?;
@@ -77,12 +77,12 @@ impl Graph {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).replays
     }
 
-    /// Its nodes by type.
+    /// Number of the graph's nodes of each type.
     pub fn nodes(&self) -> &NodeCounts {
         &self.nodes
     }
 
-    /// Whether no launch is under way, on the host or on the device; false where that cannot be known.
+    /// True if no launch is under way, on the host or on the device; false where that cannot be known.
     pub fn is_idle(&self) -> bool {
         let Ok(state) = self.state.try_lock() else { return false };
         let Some(end) = state.end.as_ref().filter(|_| state.replays > 0 || state.endless) else { return true };
@@ -99,7 +99,7 @@ impl Graph {
         self.held.try_lock().ok().and_then(|held| held.as_ref().map(f))
     }
 
-    /// Let go of the graph and of what it holds, as dropping it does: later launches are refused.
+    /// Let go of the graph and of the objects that it holds, as dropping it does: later launches are refused.
     pub fn release(&self) {
         let (exec, end, endless) = {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);

@@ -36,7 +36,7 @@ impl Turn {
         Ok(Self(()))
     }
 
-    /// Whether this thread took it and it is not dropped.
+    /// True if this thread took the turn and has not dropped it.
     pub(super) fn is_mine() -> bool {
         *holder() == Some(thread::current().id())
     }

@@ -20,8 +20,8 @@ use crate::error::{Error, Result};
 use crate::simd;
 use pulp::{Simd, WithSimd};
 
-/// What a batch reads and writes, as plain arrays: the kernels' own entry point. Everything in it is checked before
-/// it is used.
+/// Plain arrays that a batch reads and writes: the kernels' own entry point. Everything in it is checked before it is
+/// used.
 #[derive(Debug, Clone, Copy)]
 pub struct AttnView<'a> {
     /// First query of each request, and the end [B + 1]. Queries past the end are dead: their output is 0.
@@ -124,7 +124,7 @@ impl<'a> AttnView<'a> {
             let most = (self.prefix_lens[i] as usize / self.page.get() as usize).min(self.row_pages);
             index(kernel, "first page", row, -1, self.first_page(i) as i64, most + 1)?;
             if self.queries(i).is_empty() {
-                continue; // nothing to read: the row may be anything
+                continue; // no key to read: the row may be anything
             }
             index(kernel, "page table rows", row, -1, i64::from(self.rows[i]), table_rows)?;
             let end = self.end(i);
@@ -168,7 +168,7 @@ impl<'a> AttnView<'a> {
 /// Rows of a tile that the caches like.
 const TILE_ROWS: usize = 64;
 
-/// From the product of a query and a key to the score that the softmax sees.
+/// The rule that makes the score which the softmax sees of the product of a query and a key.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scores {
     /// Factor.
@@ -242,7 +242,7 @@ pub fn attention(
         }
     }
 
-    // Too few tiles for the threads: whole spans of the prefix first, in parallel, then what is left of each tile.
+    // With too few tiles for the threads, whole spans of the prefix run first, in parallel, then the rest of each tile.
     if jobs.len() < threads {
         let mut parts = Vec::new();
         for job in &mut jobs {
@@ -377,7 +377,7 @@ impl WithSimd for RunJob<'_, '_> {
             }
             return;
         }
-        // Whole blocks of the prefix are common; from there on each query has keys of its own.
+        // All queries share whole blocks of the prefix; from there on each query has keys of its own.
         let common = prefix / BLOCK;
         for block in done..common {
             slots.clear();

@@ -93,7 +93,7 @@ impl<'a> KvCache<'a> {
         Ok(Self { shape, data })
     }
 
-    /// Its sizes.
+    /// Shape of the view.
     pub fn shape(&self) -> KvShape {
         self.shape
     }
@@ -127,7 +127,7 @@ impl<'a> KvCacheMut<'a> {
         Ok(Self { shape, data })
     }
 
-    /// Its sizes.
+    /// Shape of the view.
     pub fn shape(&self) -> KvShape {
         self.shape
     }

@@ -95,7 +95,7 @@ pub struct PackedLinear {
     panels: Memory,
     /// n elements, in the weight's order.
     bias: Option<Vec<f32>>,
-    /// Whether column c < 16 of a panel is gate row `16 p + c` and column 16 + c the up row of the same channel.
+    /// True if column c < 16 of a panel is gate row `16 p + c` and column 16 + c the up row of the same channel.
     gated: bool,
 }
 
@@ -155,7 +155,7 @@ impl PackedLinear {
         if self.gated { self.n / 2 } else { self.n }
     }
 
-    /// How the weight is stored.
+    /// Form in which the weight is stored.
     pub fn storage(&self) -> Storage {
         self.storage
     }

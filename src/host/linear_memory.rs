@@ -33,7 +33,7 @@ enum Kind {
     Own { map: MmapMut, start: usize, len: usize },
     /// The part, and the bytes of it that were asked for.
     Part { part: &'static mut [u8], len: usize },
-    /// Where mapping failed.
+    /// Memory of the heap, where mapping failed.
     Heap { lines: Vec<[u64; LINE / 8]>, len: usize },
 }
 

@@ -10,7 +10,7 @@ pub(crate) const PANEL: usize = 32;
 
 /// One k of a panel: 32 weights, where a vector load finds columns `v..` of both halves (0..16 and 16..32).
 pub(crate) trait Line: bytemuck::Pod + Send + Sync {
-    /// Whether a panel is widened to [`F32Line`]s once, before the tiles of so many rows: where `load` costs too much,
+    /// True if a panel is widened to [`F32Line`]s once, before the tiles of so many rows: where `load` costs too much,
     /// or keeps too many registers, to be done for each of them.
     #[inline(always)]
     fn widens<S: Simd>(_: S, _rows: usize) -> bool {

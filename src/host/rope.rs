@@ -88,7 +88,7 @@ impl RopeTable {
     }
 }
 
-/// What the rows of q, k and v go through before attention.
+/// Norms and rotation of the rows of q, k and v before attention.
 #[derive(Debug, Clone, Copy)]
 pub struct Rotary<'a> {
     /// Rotation by position.
@@ -134,8 +134,8 @@ impl Rotary<'_> {
     }
 }
 
-/// From the rows of a packed qkv projection to attention's output: per-head norms and RoPE of queries and keys at
-/// the plan's positions, keys and values to the plan's slots, attention.
+/// Make attention's output from the rows of a packed qkv projection: per-head norms and RoPE of queries and keys at the
+/// plan's positions, keys and values to the plan's slots, attention.
 ///
 /// `qkv` is [Q, (heads + 2 kv_heads) head_dim] (queries, keys, values), `out` [Q, heads, head_dim]. On an error
 /// neither the cache nor `out` is written.

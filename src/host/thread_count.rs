@@ -1,4 +1,4 @@
-//! How many threads the kernels use.
+//! The number of threads of the kernels.
 //!
 //! The first of these that says something:
 //!
@@ -35,17 +35,17 @@ pub fn num_threads() -> usize {
     [&SET, &TORCH].iter().map(|n| n.load(Ordering::Relaxed)).find(|&n| n > 0).unwrap_or_else(|| start().number)
 }
 
-/// Take over torch's number of threads where somebody must have changed it: torch starts with what `OMP_NUM_THREADS`
-/// says, or else with the CPUs or cores of a machine that has `machine_cpus`.
+/// Take over torch's number of threads if a caller must have changed it: torch starts with what `OMP_NUM_THREADS` says,
+/// or else with the CPUs or cores of a machine that has `machine_cpus`.
 pub(super) fn follow_torch(torch: usize, machine_cpus: usize) {
     TORCH.store(changed(torch, machine_cpus, start()).unwrap_or(0), Ordering::Relaxed);
 }
 
-/// The number that holds while nobody changes it.
+/// The number that holds as long as no caller changes it.
 #[derive(Debug, Clone, Copy)]
 struct Start {
     number: usize,
-    /// Whether `OMP_NUM_THREADS` says so: then torch started with the same number.
+    /// True if `OMP_NUM_THREADS` gives the number: then torch started with the same.
     from_openmp: bool,
 }
 
@@ -105,7 +105,7 @@ mod tests {
     fn torch_is_followed_where_it_was_changed() {
         let ours = |number, from_openmp| Start { number, from_openmp };
         for (torch, cpus, start, want) in [
-            (2, 2, ours(2, false), None),     // as it starts
+            (2, 2, ours(2, false), None),     // the state at the start
             (1, 2, ours(2, false), Some(1)),  // lowered
             (3, 2, ours(2, false), Some(3)),  // raised above all CPUs
             (16, 64, ours(8, false), None),   // a part of a large machine, or its cores

@@ -59,22 +59,22 @@ pub fn set_num_threads(n: usize) -> Result<()> {
     Ok(())
 }
 
-/// Take over torch's number of threads where somebody must have changed it: torch starts with what `OMP_NUM_THREADS`
-/// says, or else with the CPUs or cores of a machine that has `machine_cpus`.
+/// Take over torch's number of threads if a caller must have changed it: torch starts with what `OMP_NUM_THREADS` says,
+/// or else with the CPUs or cores of a machine that has `machine_cpus`.
 pub fn follow_torch(torch: usize, machine_cpus: usize) {
     thread_count::follow_torch(torch, machine_cpus);
     dismiss_unneeded();
 }
 
-/// One thread has no workers.
+/// Dismiss the workers if there is one thread, which needs none.
 fn dismiss_unneeded() {
     if num_threads() == 1 {
         replace(&mut TEAM.write().unwrap_or_else(PoisonError::into_inner), None);
     }
 }
 
-/// Put another team in the place of the one that is there. One of the process that this was forked from is left as it is:
-/// ending its pool would wake threads that are not here, by locks that one of them may have held at the fork.
+/// Replace the team that is there. A team of the process that this one was forked from is left as it is: ending its
+/// pool would wake threads that are not here, by locks that one of them may have held at the fork.
 fn replace(slot: &mut Option<Arc<Team>>, team: Option<Arc<Team>>) {
     if let Some(old) = std::mem::replace(slot, team).filter(|old| old.process != std::process::id()) {
         std::mem::forget(old);
@@ -88,9 +88,9 @@ struct Team {
     /// Process that started the workers: a forked child has the pool's memory but not its threads.
     process: u32,
     watch: Arc<Watch>,
-    /// Whether a caller is in a region.
+    /// True if a caller is in a region.
     taken: AtomicBool,
-    /// Whether a region had help since the workers were called last.
+    /// True if a region had help since the workers were called last.
     helped: AtomicBool,
     /// Regions that the caller still runs alone, since workers had no core or were called in vain.
     alone: AtomicUsize,
@@ -98,7 +98,7 @@ struct Team {
     penalty: AtomicUsize,
 }
 
-/// The time in which workers poll for regions, from the call that wakes them until the first of them has had enough.
+/// The time in which workers poll for regions, from the call that wakes them until the first of them gives up.
 struct Watch {
     /// Regions so far, times two; odd where the watch is over.
     pulse: AtomicUsize,
@@ -106,7 +106,7 @@ struct Watch {
     called: AtomicUsize,
     /// Workers that poll, or work.
     there: AtomicUsize,
-    /// When the call was, in nanoseconds of `clock`.
+    /// Time of the call, in nanoseconds of `clock`.
     called_at: AtomicU64,
     /// Time to wake a worker, in nanoseconds, averaged.
     waking: AtomicU64,
@@ -129,8 +129,8 @@ impl Watch {
         self.clock.elapsed().as_nanos() as u64
     }
 
-    /// How long a worker polls in vain, in nanoseconds. Whoever waits for as long as the alternative costs is never
-    /// more than twice off the best choice (the ski-rental argument; Karlin et al. 1990, for spinning on locks).
+    /// Time for which a worker polls in vain, in nanoseconds. A wait as long as the alternative costs is never more
+    /// than twice off the best choice (the ski-rental argument; Karlin et al. 1990, for spinning on locks).
     fn patience(&self) -> u64 {
         self.waking.load(Ordering::Relaxed).clamp(*PATIENCE_NS.start(), *PATIENCE_NS.end())
     }
@@ -199,7 +199,7 @@ impl Team {
         Ok(team)
     }
 
-    /// Whether the caller should run this region alone.
+    /// True if the caller should run this region alone.
     fn avoid(&self) -> bool {
         let alone = self.alone.load(Ordering::Relaxed);
         if alone > 0 {
@@ -308,9 +308,9 @@ pub(crate) fn for_each<T: Send>(items: Vec<T>, cost_ns: usize, f: impl Fn(T) + S
         }
         let start = Instant::now();
         take_part(0);
-        // The scope would put this thread to sleep; what is left is short, unless a worker has lost its core: then
-        // this thread must not hold one either. The few turns after the count cover the time between a job's end and
-        // the scope's own count of it.
+        // The scope would put this thread to sleep. The rest is short, unless a worker has lost its core: then this
+        // thread must not hold one either. The few turns after the count cover the time between a job's end and the
+        // scope's own count of it.
         let (worked, mut turns) = (start.elapsed(), 0u32);
         while left.load(Ordering::Acquire) != 0 {
             turns += 1;
@@ -364,7 +364,7 @@ mod tests {
         while team.muster(1, small) != (1, false) {
             assert!(Instant::now() < deadline, "no workers came");
         }
-        // Nothing calls them: they leave together, without being told.
+        // Nobody calls the workers: they leave together, without being told.
         while team.watch.called.load(Ordering::Acquire) != 0 {
             assert!(Instant::now() < deadline, "still polling");
             std::thread::yield_now();

@@ -53,7 +53,7 @@ pub struct Spec {
     pub name: &'static str,
     /// Element type.
     pub dtype: DType,
-    /// Whether a caller may leave it out; it is then not written.
+    /// True if a caller may leave it out; it is then not written.
     pub optional: bool,
 }
 
@@ -107,7 +107,7 @@ pub trait Memory: Send + Sync + fmt::Debug {
     fn bytes(&self) -> &[u8];
     /// The bytes, to write.
     fn bytes_mut(&mut self) -> &mut [u8];
-    /// Whether every byte is known to be 0, so that clearing them again would only touch memory.
+    /// True if every byte is known to be 0, so that clearing them again would only touch memory.
     fn is_zeroed(&self) -> bool {
         false
     }
@@ -116,13 +116,13 @@ pub trait Memory: Send + Sync + fmt::Debug {
 /// An array of fixed capacity for [`Arrays::fixed`].
 #[derive(Debug)]
 pub struct Given {
-    /// Its memory, of `extent.elements()` elements, aligned to the element type.
+    /// Memory of the array, of `extent.elements()` elements, aligned to the element type.
     pub memory: Box<dyn Memory>,
-    /// Its capacity. For a table the columns are the distance of two rows.
+    /// Capacity of the array. For a table the columns are the distance of two rows.
     pub extent: Extent,
 }
 
-/// What a lowering needs of one array.
+/// Memory that a lowering needs of one array.
 #[derive(Debug, Clone, Copy)]
 pub struct Need {
     /// Index of the array in [`Format::arrays`](crate::plan::Format::arrays).
@@ -137,7 +137,7 @@ pub struct Need {
 pub trait Element: bytemuck::Pod + Poison {
     #[doc(hidden)]
     fn of(store: &mut Store) -> Option<&mut Vec<Self>>;
-    /// Whether it is an element of arrays of `dtype`.
+    /// True if it is an element of arrays of `dtype`.
     fn is(dtype: DType) -> bool;
 }
 
@@ -174,7 +174,7 @@ element!(u8, U8, Bool | U8);
 struct Column {
     spec: &'static Spec,
     store: Option<Store>,
-    /// What the last lowering wrote; `None` if the phase has no such array.
+    /// Extent that the last lowering wrote; `None` if the phase has no such array.
     used: Option<Extent>,
     /// Distance of two rows of a table, in elements.
     width: u64,
@@ -199,26 +199,26 @@ pub struct ArrayRef<'a> {
     pub spec: &'static Spec,
     /// All bytes from the first used element to the last one.
     pub bytes: &'a [u8],
-    /// What is used.
+    /// Extent that is used.
     pub extent: Extent,
     /// Distance of two rows of a table, in elements; 1 for a line.
     pub width: u64,
 }
 
-/// An opened array: exactly as long as what is to be written, or all rows of a table in fixed memory.
+/// An opened array: exactly as long as the write needs, or all rows of a table in fixed memory.
 #[derive(Debug)]
 pub struct View<'a> {
     spec: &'static Spec,
     store: Option<&'a mut Store>,
     elements: usize,
-    /// By reference, as a flag among words is moved in pieces, for which the next reader waits.
+    /// Held by reference: a flag among words is moved in pieces, for which the next reader waits.
     poison: &'a bool,
     /// Distance of two rows of a table, in elements; 1 for a line.
     pub width: usize,
     /// `marks[row]` of a table in fixed memory, for each row of its capacity: how many leading columns an earlier write
     /// may have left non-zero. The writer clears those that it does not overwrite, in the rows behind those in use too,
-    /// and updates the marks. They say nothing of what others have written: what a plan states is written in full. Empty
-    /// for memory that is written in full.
+    /// and updates the marks. Marks do not count writes of others: everything that a plan states is written in full.
+    /// Empty for memory that is written in full.
     pub marks: &'a mut [u32],
 }
 
@@ -230,7 +230,7 @@ impl<'a> View<'a> {
         Self { spec: &ABSENT, store: None, elements: 0, poison: &false, width: 1, marks: &mut [] }
     }
 
-    /// Whether the array is there (an optional one may have been left out by the caller).
+    /// True if the array is there (an optional one may have been left out by the caller).
     pub fn is_present(&self) -> bool {
         self.store.is_some()
     }
@@ -248,7 +248,7 @@ impl<'a> View<'a> {
         };
         let data: &mut [T] = match store {
             None => &mut [],
-            // A caller's bytes do not say what they are.
+            // A caller's bytes do not tell their type.
             Some(_) if !T::is(spec.dtype) => return Err(mismatch(format!("an array of {}", spec.dtype.name()))),
             Some(Store::Given(given)) => bytemuck::try_cast_slice_mut(given.memory.bytes_mut())
                 .map_err(|e| mismatch(format!("memory that does not fit: {e}")))?,
@@ -312,12 +312,12 @@ impl Arrays {
         Ok(Self { columns, generation: 0, poison: false })
     }
 
-    /// What arrays there are, whatever the phase.
+    /// The arrays that there are, whatever the phase.
     pub fn specs(&self) -> impl Iterator<Item = &'static Spec> {
         self.columns.iter().map(|column| column.spec)
     }
 
-    /// Whether there are no arrays at all.
+    /// True if there are no arrays at all.
     pub fn is_empty(&self) -> bool {
         self.columns.is_empty()
     }
@@ -327,7 +327,7 @@ impl Arrays {
         self.generation
     }
 
-    /// Debug mode: fill what is opened with poison before it is written.
+    /// Debug mode: fill opened arrays with poison before they are written.
     pub fn set_poison(&mut self, on: bool) {
         self.poison = on;
     }
@@ -363,12 +363,12 @@ impl Arrays {
         Ok(views)
     }
 
-    /// Whether memory of fixed size takes the arrays.
+    /// True if memory of fixed size takes the arrays.
     pub(crate) fn is_fixed(&self) -> bool {
         self.columns.iter().any(|c| matches!(c.store, Some(Store::Given(_))))
     }
 
-    /// Say that fixed memory holds `needs`, whatever stands in it: what an old engine did with the padding of its
+    /// Say that fixed memory holds `needs`, whatever it really holds: an old engine did so with the padding of its
     /// static buffers ([`Fault::StalePadding`](crate::revert::Fault)).
     ///
     /// # Errors
@@ -447,7 +447,7 @@ impl Arrays {
     }
 }
 
-/// Elements from the first to the last of what is used.
+/// Elements from the first to the last used one.
 fn span(extent: Extent, width: u64) -> u64 {
     match extent {
         Extent::Line(n) => n,
@@ -478,7 +478,7 @@ impl Column {
         };
         self.used = self.store.as_ref().map(|_| need.used);
         if *poison {
-            self.marks.fill(self.width as u32); // nothing holds the dead value now
+            self.marks.fill(self.width as u32); // no entry holds the dead value now
         }
         let Self { spec, store, marks, width, .. } = self;
         Ok(View { spec, store: store.as_mut(), elements, poison, width: *width as usize, marks })

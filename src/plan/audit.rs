@@ -109,9 +109,10 @@ fn request<'a>(plan: &Plan, tables: &Tables<'a>, i: usize) -> Result<AuditedRequ
     Ok(request)
 }
 
-/// The prefix ends where the settled tokens do, or among those in flight; of an extend, perhaps before.
+/// Check that the prefix ends where the settled tokens do, or among those in flight; the prefix of an extend may end
+/// before.
 fn lengths(plan: &Plan, tables: &Tables<'_>, r: &AuditedRequest<'_>, row: u32) -> Result<()> {
-    let Some(RowView { committed, .. }) = tables.row(row) else { return Ok(()) }; // its version was right
+    let Some(RowView { committed, .. }) = tables.row(row) else { return Ok(()) }; // the row's version was right
     let (settled, reach) = (tables.settled(row).unwrap_or(0), tables.reach(row).unwrap_or(0));
     let least = if plan.phase == Phase::Extend { 0 } else { settled };
     if (u64::from(least)..=u64::from(reach)).contains(&r.prefix) {
@@ -122,20 +123,20 @@ fn lengths(plan: &Plan, tables: &Tables<'_>, r: &AuditedRequest<'_>, row: u32) -
     Err(Error::Invalid { what: "prefix length", got, why })
 }
 
-/// What may be settled at most when a plan runs, request by request; of a plan that [`check`] takes.
+/// The most that may be settled when a plan runs, request by request; for a plan that [`check`] takes.
 pub(super) fn settled(plan: &Plan, tables: &Tables<'_>) -> Vec<u32> {
     let rows = plan.rows().iter().zip(plan.prefix_lens()).take(plan.live_batch);
     rows.map(|(&row, &prefix)| tables.settled(row as u32).unwrap_or(0).max(prefix as u32)).collect()
 }
 
-/// Query `q`: where it writes, what it attends to, where it stands.
+/// Check query `q`: where it writes, what it attends to, and its position.
 fn query(plan: &Plan, tables: &Tables<'_>, geometry: &Geometry, r: &AuditedRequest<'_>, q: usize) -> Result<()> {
     let (shape, j) = (geometry.shape(), (q - r.first) as u32);
     let w = plan.mask_words as usize;
     let mask = &plan.mask()[q * w..(q + 1) * w];
     let bits = set_bits(mask);
     if plan.out_slots()[q] == 0 {
-        // Only a draft step behind the context wall has dead queries in a live request, and then all of them.
+        // In a live request only a draft step behind the context wall has dead queries, and then all of them.
         return match plan.phase {
             Phase::Draft { .. } if r.prefix == 0 => dead(plan, q, r.index, "a query that writes to the sink"),
             _ => Err(outside(r, "queries that write to the sink", q as i64, q as i64)),
@@ -239,7 +240,7 @@ fn dead(plan: &Plan, q: usize, request: usize, which: &str) -> Result<()> {
 /// another request's by now (sglang pull request 23037).
 pub(super) fn check_padding<F: Format>(format: &F, plan: &Plan, geometry: &Geometry, arrays: &Arrays) -> Result<()> {
     let mut slots = Vec::new();
-    // Where a kernel finds queries by request, none may be left behind the last live one either.
+    // In phases whose kernels find queries by request, no query may be left behind the last live one either.
     let behind = usize::from(matches!(plan.phase, Phase::Extend | Phase::Verify));
     for q in plan.live_queries()..plan.queries() + behind {
         let found = match format.reads(plan, geometry, arrays, q, &mut slots) {

@@ -12,7 +12,7 @@ use crate::plan::{AnyFormat, Arrays, Format, Native, Plan};
 pub(crate) struct Filled {
     pub(crate) plan: Plan,
     pub(crate) arrays: Arrays,
-    /// What it was made for; `None` before the first plan.
+    /// Geometry that it was made for; `None` before the first plan.
     pub(crate) geometry: Option<Geometry>,
 }
 

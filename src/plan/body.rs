@@ -29,7 +29,7 @@ pub struct PlanParts {
     pub mask_words: u32,
 }
 
-/// What one step of a batch writes and attends to. See the [module](crate::plan) for the attention form.
+/// The writes of one step of a batch, and what it attends to. See the [module](crate::plan) for the attention form.
 ///
 /// A plan by itself launches nothing; kernels take an [`AuditedPlan`](crate::plan::AuditedPlan).
 #[derive(Debug, Clone)]
@@ -138,7 +138,7 @@ impl Plan {
         self.qo_indptr.get().get(self.live_batch).map_or(0, |&q| q as usize)
     }
 
-    /// Whether it has dead requests or queries behind the live ones.
+    /// True if the plan has dead requests or queries behind the live ones.
     pub fn is_padded(&self) -> bool {
         self.batch() > self.live_batch || self.queries() > self.live_queries()
     }
@@ -167,11 +167,12 @@ impl Plan {
         self.versions.get()
     }
 
-    /// Committed length that each live request was planned for, in its order: the plan is refused once more is committed,
-    /// or the commit of more is planned. It is L; of an extend that starts below what was committed, that length.
+    /// Committed length that each live request was planned for, in its order: the plan is refused once more is
+    /// committed, or the commit of more is planned. The length is L; for an extend that starts below the committed
+    /// length, that length.
     pub fn committed(&self) -> impl Iterator<Item = u32> {
-        // Noted where an extend starts below what was settled, and where a draft step behind the context wall has no
-        // prefix; elsewhere it is the prefix.
+        // Noted for an extend that starts below the settled length, and for a draft step behind the context wall, which
+        // has no prefix; elsewhere it is the prefix.
         let noted = self.settled.get();
         let prefixes = self.prefix_lens().iter().take(self.live_batch).enumerate();
         prefixes.map(|(i, &prefix)| noted.get(i).copied().unwrap_or(prefix as u32))

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 
-/// A value that no writer produces: what a debug run fills buffers with, so that an element nobody wrote is seen.
+/// A value that no writer produces: a debug run fills buffers with it, so that an element that nobody wrote is seen.
 pub trait Poison: Copy + Default + PartialEq {
     /// The value.
     const POISON: Self;
@@ -28,7 +28,7 @@ impl Poison for u64 {
     const POISON: Self = 0xBAD0_BAD0_BAD0_BAD0;
 }
 
-/// Make `data` at least `elements` long; what it holds is written by the caller.
+/// Make `data` at least `elements` long; the caller writes its content.
 ///
 /// # Errors
 /// [`Error::Invalid`] where there is no memory.

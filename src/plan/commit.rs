@@ -16,7 +16,7 @@ pub struct Paths<'a> {
     pub nodes: &'a [u32],
 }
 
-/// What a commit does to the KV, and the new lengths.
+/// Moves of KV by a commit, and the new lengths.
 #[derive(Debug, Default)]
 pub(super) struct Commit {
     pub(super) moves: Moves,

@@ -20,13 +20,13 @@ pub trait Format: Send + Sync + Debug + 'static {
         &[]
     }
 
-    /// Whether the backend can run the geometry.
+    /// Check that the backend can run the geometry.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) that names the combination and what would work.
     fn supports(&self, geometry: &Geometry) -> Result<()>;
 
-    /// Whether the format can express what the queries of a draft step attend to.
+    /// Check that the format can express what the queries of a draft step attend to.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) that says what would work.
@@ -81,7 +81,7 @@ pub trait Format: Send + Sync + Debug + 'static {
         Ok(None)
     }
 
-    /// Whether a draft step's branches read the tail of the prefix from their holes (the holey layout's copies).
+    /// True if a draft step's branches read the tail of the prefix from their holes (the holey layout's copies).
     fn reads_holes(&self, geometry: &Geometry) -> bool {
         let _ = geometry;
         false

@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 pub enum Lens<'a> {
     /// The host knows them.
     Host(&'a [u32]),
-    /// They live on the device alone.
+    /// The lengths live on the device alone.
     Device {
         /// Requests.
         batch: u32,

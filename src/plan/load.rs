@@ -85,10 +85,10 @@ impl Load {
         }
     }
 
-    /// What `plan` holds.
+    /// Load of `plan`.
     pub fn of(plan: &Plan) -> Self {
         let mut load = Self::new(plan.phase(), plan.batch() as u64, plan.queries() as u64);
-        let mut prefixes = 0; // of each query
+        let mut prefixes = 0; // sum over the queries
         for i in 0..plan.live_batch() {
             let (first, end) = (plan.qo_indptr()[i] as usize, plan.qo_indptr()[i + 1] as usize);
             // A request behind the context wall writes to the sink.
@@ -116,7 +116,7 @@ impl Load {
         Self::at_most(geometry, phase, requests, geometry.limits().max_context_len)
     }
 
-    /// What a step takes of a batch whose lengths are `lens`, with the most queries that the phase has (`extend`: up to
+    /// Load of a step for a batch whose lengths are `lens`, with the most queries that the phase has (`extend`: up to
     /// the end of the context). Lengths on the device count with their bound: nothing on the host may read them (sglang
     /// pull request 26738).
     ///
@@ -127,7 +127,7 @@ impl Load {
         let requests = lens.batch() as u64;
         check(geometry, phase, requests)?;
         match *lens {
-            // What 26738 did: ask the host's mirror, which is not there.
+            // The fault 26738: ask the host's mirror, which is not there.
             Lens::Device { .. } if geometry.reverts().has(Fault::HostLengths) => {
                 Self::of_lens(geometry, phase, &Lens::Host(lens.host("sizing")?))
             }
@@ -214,7 +214,7 @@ fn most_queries(geometry: &Geometry, phase: Phase, len: u32) -> u32 {
     }
 }
 
-/// Whether a request of `len` tokens does something in the phase.
+/// True if a request of `len` tokens does something in the phase.
 fn alive(phase: Phase, len: u32, context: u32) -> bool {
     match phase {
         Phase::Draft { step } => (len as u64) + (step as u64) < context as u64,

@@ -27,7 +27,7 @@ pub struct Moves {
     ran: Ran,
 }
 
-/// What moves were planned for.
+/// State of a row for which moves were planned.
 #[derive(Debug, Clone, Copy)]
 struct MovedRow {
     row: i32,
@@ -71,7 +71,7 @@ impl Moves {
         let mut order = Order { src, dst, num_slots, readers, done, out };
         for (i, (s, d)) in src.iter().zip(dst).enumerate() {
             if s == d {
-                order.done[i] = true; // nothing to do
+                order.done[i] = true; // the move has no effect
             } else {
                 *order.readers.entry(*s).or_default() += 1;
             }
@@ -112,7 +112,7 @@ impl Moves {
         self.src.len()
     }
 
-    /// Whether nothing is to be moved.
+    /// True if nothing is to be moved.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -190,7 +190,7 @@ impl Order<'_> {
         for i in 0..n {
             self.chain(i, move_into);
         }
-        // What is left are rings: every destination is still to be read, by exactly one move.
+        // Only rings are left: every destination is still to be read, by exactly one move.
         for i in 0..n {
             if self.done[i] {
                 continue;
@@ -224,7 +224,7 @@ impl Order<'_> {
         Ok(())
     }
 
-    /// Do move `i` if nobody is still to read its destination, then the one that this lets go, and so on.
+    /// Do move `i` if no other move is still to read its destination, then the move that this frees, and so on.
     fn chain(&mut self, mut i: usize, move_into: &HashMap<i32, usize>) {
         while !self.done[i] && self.readers.get(&self.dst[i]).is_none_or(|&r| r == 0) {
             self.done[i] = true;

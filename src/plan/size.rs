@@ -49,22 +49,23 @@ pub enum Count {
 pub enum Columns {
     /// Pages that the pass over the prefix, or the only one, reads of a request.
     Pages,
-    /// What a query attends to behind the prefix: `t + 1` in a draft step, the deepest node's ancestors in a verification.
+    /// Tokens that a query attends to behind the prefix: `t + 1` in a draft step, the deepest node's ancestors in a
+    /// verification.
     Own,
 }
 
 /// Size of an array.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Size {
-    /// As many elements as the count, and some more; int32 indexes them.
+    /// A line of as many elements as the count, and some more; int32 indexes them.
     Line(Count, u64),
-    /// As many elements as the count; int64 indexes them.
+    /// A line of as many elements as the count; int64 indexes them.
     Long(Count),
     /// A row for each of the count.
     Table(Count, Columns),
 }
 
-/// Where the capacity of an array comes from: a product of named numbers, and what is added to it.
+/// Derivation of an array's capacity: a product of named numbers, and what is added to it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Formula {
     factors: Vec<(&'static str, u64)>,
@@ -76,9 +77,9 @@ pub struct Formula {
 pub struct Capacity {
     /// Index of the array in [`Format::arrays`](crate::plan::Format::arrays).
     pub array: usize,
-    /// Its size.
+    /// Extent of the array.
     pub extent: Extent,
-    /// Where the size comes from.
+    /// Derivation of the size.
     pub formula: Formula,
 }
 
@@ -99,7 +100,7 @@ impl fmt::Display for Formula {
 }
 
 impl Load {
-    /// One of its numbers.
+    /// One of the formula's numbers.
     #[inline]
     pub fn get(&self, count: Count) -> u64 {
         match count {
@@ -143,7 +144,7 @@ impl Count {
 }
 
 impl Columns {
-    /// Columns that `load` has in use. Longer prefixes have more tokens to read, whatever the pass reads of them.
+    /// Columns that `load` uses. Longer prefixes have more tokens to read, whatever part of them the pass reads.
     #[inline(always)]
     fn of(self, geometry: &Geometry, load: &Load) -> u64 {
         match (self, load.phase) {
@@ -199,13 +200,13 @@ impl Size {
         }
     }
 
-    /// Whether int32, which indexes the array, does not hold `extent`.
+    /// True if int32, which indexes the array, does not hold `extent`.
     #[inline]
     pub(super) fn is_over(&self, extent: Extent) -> bool {
         matches!((self, extent), (Size::Line(..), Extent::Line(n)) if n > i32::MAX as u64)
     }
 
-    /// Where its capacity for `requests` comes from.
+    /// Derivation of the capacity for `requests`.
     pub(super) fn formula(self, geometry: &Geometry, phase: Phase, requests: u32) -> Formula {
         let (Size::Line(count, _) | Size::Long(count) | Size::Table(count, _)) = self;
         let mut factors = count.factors(geometry, phase, requests);

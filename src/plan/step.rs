@@ -6,7 +6,7 @@ use crate::geometry::Geometry;
 use crate::plan::Lens;
 use crate::pool::SeqId;
 
-/// Which step of a round a plan describes.
+/// The step of a round that a plan describes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Phase {
     /// Tokens appended behind a prefix, attended causally: prefill chunks and the draft model's pass over the accepted
@@ -60,7 +60,7 @@ pub struct Batch<'a> {
     pub seqs: &'a [SeqId],
     /// L of each request (of an `extend`: where its tokens start).
     pub lens: Lens<'a>,
-    /// What to pad to; `None` for no padding.
+    /// Bucket to pad to; `None` for no padding.
     pub pad: Option<Bucket>,
 }
 

@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::pool::state::State;
 
-/// What an audit that found nothing wrong counted. Pages are without the sink.
+/// Counts of an audit that found nothing wrong. Pages are without the sink.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct AuditReport {
     /// Pages of the pool; always `free_pages + owned_pages`.
@@ -94,7 +94,7 @@ impl State {
             let lengths = if r.lease == 0 {
                 r.pages == needed && r.base_pages == needed && (r.held, r.limit) == (0, 0)
             } else {
-                // Up to the end of its pages, or not at all.
+                // The lease's limit is the end of the row's pages, or nothing beyond the committed length.
                 let limits = [r.committed, r.pages * page.get()];
                 r.base_pages == needed && r.pages >= needed && limits.contains(&r.limit) && r.lease <= self.leases
             };
@@ -143,7 +143,7 @@ impl State {
                 _ => return Err(self.fault(page, format!("page {page} is wrongly or twice on the free list"))),
             }
         }
-        let mut in_use = 0; // by someone besides the cache
+        let mut in_use = 0; // pages with an owner besides the cache
         for (page, (rec, &counted)) in self.ledger.recs.iter().zip(refs).enumerate() {
             let page = page as u32;
             if u64::from(rec.refs) != counted {
@@ -167,7 +167,7 @@ impl State {
         Ok(())
     }
 
-    /// No page behind the shared columns of a sequence, which are committed ones, has a second owner.
+    /// Check that no page behind the shared columns of a sequence, which are committed ones, has a second owner.
     fn audit_exclusive(&self) -> Result<()> {
         let width = self.config.row_pages as usize;
         for (row, r) in self.rows.iter().enumerate().filter(|(_, r)| r.live) {

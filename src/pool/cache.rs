@@ -38,17 +38,17 @@ const NONE: u32 = u32::MAX;
 pub(super) struct Cursor {
     /// The node of the chain's last page, `NONE` before the first one.
     node: u32,
-    /// Of the whole chain.
+    /// Salt of the whole chain.
     salt: u64,
 }
 
 impl Cursor {
-    /// Before the first page of chains with this salt.
+    /// The place before the first page of chains with this salt.
     pub(super) const fn root(salt: u64) -> Self {
         Self { node: NONE, salt }
     }
 
-    /// Behind node `node` of the same chain.
+    /// The place behind node `node` of the same chain.
     const fn to(self, node: u32) -> Self {
         Self { node, ..self }
     }
@@ -63,15 +63,15 @@ struct Node {
     /// Next node of the same hash.
     next: u32,
     hash: u64,
-    /// Its parent's, where it has one.
+    /// Salt of the parent, where there is one.
     salt: u64,
     /// Nodes whose parent this is.
     children: u32,
-    /// Whether the page has an owner besides the cache.
+    /// True if the page has an owner besides the cache.
     pinned: bool,
-    /// Whether the page holds the draft's KV of its tokens.
+    /// True if the page holds the draft's KV of its tokens.
     drafted: bool,
-    /// When the last such owner left; a larger tick is more recent. Unique among idle nodes.
+    /// Time when the last such owner left; a larger tick is more recent. Unique among idle nodes.
     tick: u64,
 }
 
@@ -189,12 +189,12 @@ impl PrefixCache {
         if let Some(parent) = self.nodes.get_mut(at.node as usize) {
             parent.children += 1;
             let key = (parent.tick, at.node);
-            self.victims.remove(&key); // it has a child now
+            self.victims.remove(&key); // the node has a child now
         }
         (at.to(n), n)
     }
 
-    /// Whether the draft's KV is valid in the page of the node at `at`, which is not the root.
+    /// True if the draft's KV is valid in the page of the node at `at`, which is not the root.
     pub(super) fn drafted(&self, at: Cursor) -> bool {
         self.nodes[at.node as usize].drafted
     }
@@ -439,8 +439,8 @@ mod tests {
         assert!(c.check(|_| true).unwrap_err().contains("another salt than its parent 0"));
     }
 
-    /// Idle nodes from which pinned ones hang (two sequences computed the same prefix) go last, from the bottom, and
-    /// what hangs from one that goes is forgotten.
+    /// Idle nodes above pinned ones (two sequences computed the same prefix) go last, from the bottom, and nodes below
+    /// one that goes are forgotten.
     #[test]
     fn an_idle_page_can_be_had_whatever_hangs_from_it() {
         let mut c = PrefixCache::new(1);

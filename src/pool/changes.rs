@@ -1,4 +1,4 @@
-//! Which columns of the page table changed, for its mirrors: copies of it elsewhere, on a device mostly.
+//! Columns of the page table that changed, for its mirrors: copies of it elsewhere, on a device mostly.
 //!
 //! A log of bounded size with one entry a row: while nobody has looked since a row's last entry, further changes widen
 //! that entry, so that what a mirror uploads does not grow with the number of calls between two looks. Entries say
@@ -15,7 +15,7 @@ pub struct Epoch {
     pub(super) serial: u64,
 }
 
-/// How a change came about.
+/// Cause of a change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ChangeKind {
     /// Columns got other pages, or none.
@@ -38,7 +38,7 @@ impl ColumnSpan {
         *self = ColumnSpan { first: self.first.min(first as u32), end: self.end.max(end as u32) };
     }
 
-    /// `None` where nothing changed.
+    /// The range of changes; `None` where nothing changed.
     pub(super) fn range(self) -> Option<Range<usize>> {
         (self.first < self.end).then_some(self.first as usize..self.end as usize)
     }

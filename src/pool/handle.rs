@@ -38,7 +38,7 @@ pub struct Pool {
 }
 
 impl fmt::Debug for Pool {
-    /// Without the state: it may be large, and its lock may be held by whoever prints.
+    /// Prints without the state: it may be large, and the thread that prints may hold its lock.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Pool").field("config", &self.config).finish_non_exhaustive()
     }
@@ -68,7 +68,7 @@ impl Pool {
         self.config
     }
 
-    /// Whether `other` is a handle of the same pool.
+    /// True if `other` is a handle of the same pool.
     pub fn is(&self, other: &Pool) -> bool {
         Arc::ptr_eq(&self.state, &other.state)
     }
@@ -147,8 +147,8 @@ impl Pool {
         self.write()?.alloc_pages(n, out)
     }
 
-    /// One more raw owner for each page (a page given twice gets two): a second [`free_pages`](Pool::free_pages) of
-    /// it is due then.
+    /// Add one raw owner to each page (a page given twice gets two): a second [`free_pages`](Pool::free_pages) of it is
+    /// due then.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a page that has no raw owner. Nothing is changed then.

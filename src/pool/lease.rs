@@ -65,7 +65,7 @@ pub struct Lease {
 /// which rolls back.
 #[derive(Debug)]
 pub struct Refused {
-    /// Why.
+    /// The reason.
     pub error: Error,
     /// The lease, as before the call.
     pub lease: Lease,
@@ -112,7 +112,7 @@ impl Lease {
         self.buffers.as_ref().map_or(&[], |b| &b.copies)
     }
 
-    /// Where the copies have run.
+    /// Record of where the copies have run.
     pub(crate) fn ran(&self) -> Ran {
         self.buffers.as_ref().map_or_else(Ran::default, |b| b.ran.get_or_init(Ran::default).clone())
     }
@@ -137,8 +137,8 @@ impl Lease {
         self.pool.write()?.remap_all(self.id, self.buffers.get_or_insert_default(), remaps)
     }
 
-    /// What the last [`remap`](Lease::remap) or [`remap_all`](Lease::remap_all) did to the rows, in its order; nothing
-    /// where it was refused.
+    /// The permutations that the last [`remap`](Lease::remap) or [`remap_all`](Lease::remap_all) made of the rows, in
+    /// its order; nothing where it was refused.
     pub fn permutations(&self) -> impl Iterator<Item = Permutation<'_>> + Clone {
         self.buffers.iter().flat_map(|b| b.permutations())
     }
@@ -189,7 +189,7 @@ impl Lease {
         }
     }
 
-    /// What dropping does, with its error: only a pool that a panic left half-changed has one.
+    /// Drop the lease, and return the error of that: only a pool that a panic left half-changed has one.
     pub fn rollback(mut self) -> Result<()> {
         self.end()
     }

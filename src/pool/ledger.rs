@@ -10,7 +10,7 @@ use crate::bounds::PageId;
 use crate::error::{Error, Result};
 use crate::pool::row::SeqId;
 
-/// What an event did to its page.
+/// Effect of an event on its page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 #[non_exhaustive]
@@ -57,7 +57,7 @@ impl EventKind {
     }
 }
 
-/// On whose behalf a page moved.
+/// Party on whose behalf a page moved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Owner {
     /// A sequence: row and generation of its [`SeqId`].
@@ -108,9 +108,9 @@ pub struct Event {
     pub serial: u64,
     /// The page.
     pub page: u32,
-    /// What happened.
+    /// Effect of the event.
     pub kind: EventKind,
-    /// On whose behalf.
+    /// Party on whose behalf the page moved.
     pub owner: Owner,
     /// Owners of the page afterwards; counts above 2^24 - 1 are stored as that.
     pub refs: u32,
@@ -198,7 +198,7 @@ impl Pen<'_> {
     }
 }
 
-/// What the ledger knows of a page.
+/// Record of a page in the ledger.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct PageRec {
     /// Owners; 0 exactly for the pages on the free list (and the sink, which nobody owns).
@@ -237,7 +237,7 @@ pub(super) struct Ledger {
     pub(super) unpinned: Vec<u32>,
 }
 
-/// How many events of a page an error prints.
+/// Number of a page's events that an error prints.
 const PRINTED_EVENTS: usize = 8;
 
 impl Ledger {
@@ -321,7 +321,7 @@ impl Ledger {
         self.drop_refs(rest.iter_mut().rev().map(|col| std::mem::take(col) as u32), owner)
     }
 
-    /// Drop one reference to a page; it goes to the free list with its last owner.
+    /// Drop one reference to a page, which goes to the free list with its last owner.
     pub(super) fn drop_ref(&mut self, page: u32, owner: Owner) -> Result<()> {
         self.drop_refs(std::iter::once(page), owner)
     }
@@ -358,7 +358,7 @@ impl Ledger {
         wrong.map_or(Ok(()), |page| Err(self.double_free(page, 0, 1)))
     }
 
-    /// One more owner of a page that has one already.
+    /// Add one owner to a page that has one already.
     #[inline]
     pub(super) fn add_ref(&mut self, page: u32, kind: EventKind, owner: Owner) -> Result<()> {
         let refs = self.recs.get(page as usize).map_or(0, |r| r.refs);

@@ -1,4 +1,4 @@
-//! How far the passes of the rows have come under their live leases: what planners note of a pool that they only read.
+//! Progress of the passes of the rows under their live leases, which planners note in a pool that they only read.
 //!
 //! A row has three lengths. `committed` is what a lease has committed. `settled` is what no pass may write again: the
 //! committed positions, and behind them an accepted path whose commit has been planned. `reach` is how far a next pass
@@ -8,13 +8,13 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use crate::pool::row::Row;
 
-/// The notes of all rows: of a row without a lease, nothing. An array for each note, since a planner writes the one in
-/// each pass and reads the other once a round.
+/// Notes on all rows: for a row without a lease, nothing. There is an array for each note, since a planner writes the
+/// one in each pass and reads the other once a round.
 ///
 /// Relaxed: a row is planned by one thread at a time, and whoever changes the pool does so alone.
 #[derive(Debug)]
 pub(super) struct Progress {
-    /// Where the accepted path ends whose commit has been planned; 0 without one.
+    /// End of the accepted path whose commit has been planned; 0 without one.
     planned: Vec<AtomicU32>,
     /// Newest pass that was planned: its first position in the upper half, one past its last in the lower; 0 without one.
     pass: Vec<AtomicU64>,
@@ -42,7 +42,8 @@ impl Progress {
         if start >= settled { end.max(settled) } else { settled }
     }
 
-    /// A pass that writes `start..end` has been planned. It ends behind what is settled, so its row has a lease.
+    /// Note that a pass that writes `start..end` has been planned. It ends behind the settled tokens, so its row has a
+    /// lease.
     #[inline]
     pub(super) fn note_pass(&self, index: usize, start: u32, end: u32) {
         if let Some(pass) = self.pass.get(index) {

@@ -7,8 +7,8 @@ use crate::pool::row::SeqId;
 use crate::pool::state::State;
 
 impl State {
-    /// Permute the rows of a lease, all of them or none. The permutations are in `buffers` afterwards, and what is in
-    /// `buffers` is what the table got.
+    /// Permute the rows of a lease, all of them or none. Afterwards `buffers` has the permutations, which are those
+    /// that the table got.
     pub(super) fn remap_all<'a>(
         &mut self,
         id: u64,

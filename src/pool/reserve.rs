@@ -34,7 +34,7 @@ impl State {
         Ok((self.leases, buffers))
     }
 
-    /// More pages for the sequences of a live lease, which keep those that they have.
+    /// Give more pages to the sequences of a live lease, which keep those that they have.
     pub(super) fn renew(&mut self, id: u64, buffers: &mut Buffers, positions: &[u32]) -> Result<()> {
         same_length("positions to reserve", positions.len(), buffers.seqs.len())?;
         let mut need = 0;
@@ -128,7 +128,7 @@ impl State {
             }
             (r.committed, r.base_pages) = (len, self.config.page.pages_for(len));
         }
-        buffers.clear_copies(); // they were launched before the round that this commits
+        buffers.clear_copies(); // the copies were launched before the round that this commits
         self.settle();
         Ok(())
     }
@@ -146,9 +146,9 @@ impl State {
             r.version += 1; // the lease's plans, moves and copies must not run any more
             let mut first = new;
             if r.held != 0 && len == r.committed {
-                // Nothing was written into the copy that counts: the row keeps the shared page.
+                // No counted token was written into the copy: the row keeps the shared page.
                 self.ledger.restore_tail(r, page, line, owner)?;
-                first -= 1; // of a partial page, the last of `new`
+                first -= 1; // for the partial page, the last of `new`
             } else if r.held != 0 {
                 self.ledger.drop_ref(std::mem::take(&mut r.held), owner)?;
             }
@@ -183,7 +183,7 @@ impl State {
         Ok(())
     }
 
-    /// What commit and rollback have in common: the accounts of the lease itself.
+    /// The part that commit and rollback have in common: the accounts of the lease itself.
     fn end(&mut self, lease: &mut Option<Box<Buffers>>) {
         self.settle();
         let Some(mut buffers) = lease.take() else { return };

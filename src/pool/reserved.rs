@@ -19,8 +19,8 @@ pub struct PageCopy {
     pub len: u32,
 }
 
-/// What a remap did to a row, for copies of the page table to do alike: position `first + i` got the page that position
-/// `first + order[i]` had before. Nothing outside of `first..first + order.len()` changed.
+/// The permutation that a remap made of a row, which copies of the page table repeat: position `first + i` got the page
+/// that position `first + order[i]` had before. Nothing outside of `first..first + order.len()` changed.
 ///
 /// `order` has each of `0..order.len()` once: the positions that the caller named, then the others up to the largest
 /// named, ascending. So a device that knows an accepted path makes the same permutation by itself: the path, then what
@@ -69,7 +69,7 @@ impl Ran {
         Ok(())
     }
 
-    /// None any more; those of clones stay.
+    /// Forget all caches; those of clones stay.
     pub(crate) fn clear(&mut self) {
         match Arc::get_mut(&mut self.0) {
             Some(ran) => ran.get_mut().unwrap_or_else(PoisonError::into_inner).clear(),
@@ -83,11 +83,11 @@ impl Ran {
 pub(super) struct Buffers {
     pub(super) seqs: Vec<SeqId>,
     pub(super) copies: Vec<PageCopy>,
-    /// Where the copies have run; made when somebody asks for them as moves.
+    /// Record of where the copies have run; made when somebody asks for them as moves.
     pub(super) ran: OnceLock<Ran>,
     /// Orders of the last remap, concatenated.
     pub(super) orders: Vec<u32>,
-    /// Its sequences, first positions, and ends in `orders`.
+    /// The permuted sequences, with their first positions, and ends in `orders`.
     pub(super) permuted: Vec<(SeqId, u32, usize)>,
 }
 

@@ -38,7 +38,8 @@ impl fmt::Display for SeqId {
     }
 }
 
-/// What the pool keeps of a row besides its line of the page table. One cache line, since each call reads most of it.
+/// Data that the pool keeps of a row besides its line of the page table. It fills one cache line, since each call reads
+/// most of it.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(align(64))]
 pub(super) struct Row {

@@ -78,7 +78,7 @@ impl State {
             self.ledger.add_ref(page, EventKind::Share, owner)?;
             self.table[row * width + n] = page as i32;
             (at, n) = (next, n + 1);
-            drafted += usize::from(self.cache.drafted(at)); // those are the first of the chain
+            drafted += usize::from(self.cache.drafted(at)); // drafted pages are the first of the chain
         }
         let len = (n * page_len) as u32; // at most max
         let r = &mut self.rows[row];
@@ -119,7 +119,7 @@ impl State {
         }
         let r = &mut self.rows[row];
         r.shared = r.shared.max(full as u32);
-        r.version += u64::from(taken > 0); // as in `fork`
+        r.version += u64::from(taken > 0); // counts up as in `fork`
         at = Cursor::root(salt);
         for (col, chunk) in tokens.chunks_exact(page_len).enumerate() {
             let (page, drafted) = (self.table[row * width + col] as u32, col < drafted);

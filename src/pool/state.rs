@@ -23,11 +23,11 @@ pub(super) struct State {
     /// `max_seqs x row_pages` page ids, row-major. Columns from a row's `pages` on are 0, the sink.
     pub(super) table: Vec<i32>,
     pub(super) rows: Vec<Row>,
-    /// What planners note of each row.
+    /// Notes of planners on each row.
     pub(super) progress: Progress,
     /// Commits that planners noted: with `writes`, how often anything that a planner reads has changed.
     pub(super) settled: AtomicU64,
-    /// Where the table changed. Whatever writes live columns notes it.
+    /// Changes of the table. Every write of live columns is noted here.
     pub(super) changes: ChangeLog,
     /// Rows that are not live, the next one to be used last.
     pub(super) free_rows: Vec<u32>,
@@ -121,7 +121,8 @@ impl State {
         if self.ledger.pinned.is_empty() && self.ledger.unpinned.is_empty() {
             return;
         }
-        // One operation either adds owners or drops them, so the order between the two lists does not matter.
+        // One operation either adds owners or drops them, never both, so the order between the two lists does not
+        // matter.
         for n in self.ledger.pinned.drain(..) {
             self.cache.pin(n);
         }

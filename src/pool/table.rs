@@ -41,9 +41,9 @@ pub struct RowChange<'a> {
     pub row: u32,
     /// The first column.
     pub first: u32,
-    /// What the columns from `first` on hold now; 0 where no sequence uses them any more. Some may be as before.
+    /// Pages in the columns from `first` on; 0 where no sequence uses them any more. Some may be as before.
     pub pages: &'a [i32],
-    /// How they changed.
+    /// Cause of the change.
     pub kind: ChangeKind,
 }
 
@@ -56,7 +56,7 @@ pub struct Changes<'a> {
 }
 
 impl<'a> Tables<'a> {
-    /// Identity of the pool: that of no other pool of the process.
+    /// Identity of the pool, which no other pool of the process has.
     pub fn pool(&self) -> u32 {
         self.state.id
     }
@@ -102,8 +102,8 @@ impl<'a> Tables<'a> {
         Epoch { pool: self.state.id, serial: self.state.changes.look() }
     }
 
-    /// What has changed since `since`: a mirror that was the table then is the table now once it has stored all of it,
-    /// in any order. A mirror begins as zeros, with `None`, or as a copy of [`Self::table`], with [`Self::epoch`]. Any
+    /// The changes since `since`: a mirror that was the table then is the table now once it has stored all of them, in
+    /// any order. A mirror begins as zeros, with `None`, or as a copy of [`Self::table`], with [`Self::epoch`]. Any
     /// number of mirrors may look, each with the epoch of its own. Takes time in the number of rows that changed, and
     /// no memory.
     ///
@@ -140,13 +140,13 @@ impl<'a> Tables<'a> {
         self.state.rows.get(row as usize).map(|r| self.state.progress.settled(row as usize, r))
     }
 
-    /// The longest prefix that a pass of a row may be planned behind: what is settled, or the end of the newest pass in
-    /// flight. `None` outside the table.
+    /// The longest prefix that a pass of a row may be planned behind: the settled tokens, or the end of the newest pass
+    /// in flight. `None` outside the table.
     pub fn reach(&self, row: u32) -> Option<u32> {
         self.state.rows.get(row as usize).map(|r| self.state.progress.reach(row as usize, r))
     }
 
-    /// A pass that writes row positions `start..end`, beyond those that are settled, has been planned.
+    /// Note that a pass that writes row positions `start..end`, beyond the settled ones, has been planned.
     #[inline]
     pub(crate) fn note_pass(&self, row: u32, start: u32, end: u32) {
         self.state.progress.note_pass(row as usize, start, end);
@@ -199,14 +199,14 @@ impl<'a> Tables<'a> {
 }
 
 impl<'a> Changes<'a> {
-    /// The moment that a mirror has reached once it has stored these changes: what it looks from the next time.
+    /// The moment that a mirror has reached once it has stored these changes: its next look starts there.
     pub fn epoch(&self) -> Epoch {
         self.now
     }
 
-    /// Whether rows come whole, as [`ChangeKind::Pages`]: for a mirror that begins, and where the log does not reach
-    /// back to its last look. It does where at most one other look at the pool was made since. A mirror that permutes
-    /// rows itself waits for its rounds before it stores whole rows.
+    /// True if rows come whole, as [`ChangeKind::Pages`]: for a mirror that begins, and where the log does not reach
+    /// back to its last look. The log reaches back if at most one other look at the pool was made since. A mirror that
+    /// permutes rows itself waits for its rounds before it stores whole rows.
     pub fn whole_rows(&self) -> bool {
         self.since.and_then(|s| self.state.changes.since(s)).is_none()
     }

@@ -37,7 +37,7 @@ fn a_poisoned_pool_refuses() {
     assert!(matches!(pool.committed(seq), Err(Error::Audit { .. })));
 }
 
-/// The audit finds what it is there to find.
+/// The audit finds the faults that it is there to find.
 #[test]
 fn audit_names_the_fault() {
     let page = PageSize::new(4).unwrap();

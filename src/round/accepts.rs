@@ -9,7 +9,7 @@ pub struct Accepts {
     paths: Vec<u32>,
     /// The token drawn at each node of `paths`; [`NO_TOKEN`] at a node where none could be drawn.
     tokens: Vec<i32>,
-    /// Where each request's entries start in both arrays, and where the last one's end; empty without requests.
+    /// Start of each request's entries in both arrays, and the end of the last one's; empty without requests.
     offsets: Vec<usize>,
     /// Requests whose walk met a row that cannot be sampled, ascending.
     faults: Vec<(usize, Error)>,
@@ -45,7 +45,7 @@ impl Accepts {
         self.offsets.len().saturating_sub(1)
     }
 
-    /// Whether there are no requests.
+    /// True if there are no requests.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -62,8 +62,8 @@ impl Accepts {
         tokens.strip_suffix(&[NO_TOKEN]).unwrap_or(tokens)
     }
 
-    /// Why no token could be drawn at the last node of request `i`'s path: [`Error::NonFinite`] with the request, the
-    /// row of `logits` and the position. Its path and its tokens are those of plain decoding up to there.
+    /// Reason why no token could be drawn at the last node of request `i`'s path: [`Error::NonFinite`] with the
+    /// request, the row of `logits` and the position. Path and tokens are those of plain decoding up to there.
     pub fn fault(&self, i: usize) -> Option<&Error> {
         let at = self.faults.binary_search_by_key(&i, |&(request, _)| request).ok()?;
         self.faults.get(at).map(|(_, fault)| fault)

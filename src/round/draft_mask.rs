@@ -1,4 +1,4 @@
-//! Which draft tokens a branch sees.
+//! Draft tokens that a branch sees.
 
 /// The draft tokens that the queries of a draft step attend to behind the prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -42,7 +42,7 @@ const MAX_SLOTS: u64 = 1 << 16;
 /// Most words of a ring, so that int32 arithmetic on them cannot overflow.
 const MAX_WORDS: u64 = 1 << 28;
 
-/// Where a ring of slots has what a round publishes, in words of 4 bytes: the one place of this arithmetic.
+/// Places of a round's published values in a ring of slots, in words of 4 bytes: the one place of this arithmetic.
 ///
 /// ```text
 /// slot:  header [16] | lens [batch] | depths [batch] | 0..3 unused | found [words] | unused, to a multiple of 32
@@ -156,7 +156,7 @@ impl RingLayout {
     }
 }
 
-/// What the sequence word of a slot says of a round.
+/// State of a round, by the sequence word of a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SlotState {
     /// The round has not ended.
@@ -168,7 +168,7 @@ pub enum SlotState {
 }
 
 impl RingLayout {
-    /// What the sequence word `sequence` of the slot of `round` says of it. The word counts modulo 2^32: it tells rounds
+    /// The state of `round`, by the sequence word `sequence` of its slot. The word counts modulo 2^32: it tells rounds
     /// apart that are fewer than 2^31 from each other.
     pub fn state(&self, round: u64, sequence: u32) -> SlotState {
         let behind = sequence.wrapping_sub((round as u32).wrapping_add(1)) as i32;
@@ -176,7 +176,8 @@ impl RingLayout {
             0 => SlotState::Whole,
             ..0 => SlotState::Ahead,
             _ => {
-                // The word of a slot that is being written is that round's number, of a whole one the number and 1.
+                // The word of a slot that is being written is that round's number; of a complete slot it is the number
+                // and 1.
                 let past = 1 + behind as u64;
                 SlotState::Overwritten(round + past - past % self.slots as u64)
             }
@@ -184,7 +185,7 @@ impl RingLayout {
     }
 }
 
-/// What verification found, of each lane.
+/// Results of verification, for each lane.
 #[derive(Debug, Clone, Copy)]
 pub struct RoundFound<'a> {
     /// First entry of each lane in `tokens`, and the end of the last one's: `[batch + 1]`.
@@ -195,7 +196,7 @@ pub struct RoundFound<'a> {
     pub new_lens: &'a [i32],
     /// The new root: `[batch]`.
     pub roots: &'a [i32],
-    /// Not 0 where the target's scores were no numbers: `[batch]`.
+    /// Not 0 if the target's scores were no numbers: `[batch]`.
     pub faults: &'a [i32],
     /// Sound draft steps, 0 where the root's draft scores give no distribution: `[batch]`; read of lanes that draft.
     pub sound: &'a [i32],
@@ -203,7 +204,7 @@ pub struct RoundFound<'a> {
     pub live: i32,
 }
 
-/// What a request is decoded under, which no round changes.
+/// Limits under which a request is decoded, which no round changes.
 #[derive(Debug, Clone, Copy)]
 pub struct LaneLimits<'a> {
     /// Committed length from which on the request has ended: `[batch]`.
@@ -212,24 +213,24 @@ pub struct LaneLimits<'a> {
     pub caps: &'a [i32],
     /// Tokens that end a request, as many places for each lane: `[batch * places]`.
     pub stops: &'a [i32],
-    /// How many of its places each lane uses: `[batch]`.
+    /// Number of its places that each lane uses: `[batch]`.
     pub stop_counts: &'a [i32],
 }
 
-/// What a round begins with, `[batch]` each; its end makes them those of the next round.
+/// State at a round's beginning, `[batch]` each; the round's end makes it that of the next round.
 #[derive(Debug)]
 pub struct LaneState<'a> {
     /// Committed lengths.
     pub lens: &'a mut [i32],
     /// Tokens of the roots.
     pub roots: &'a mut [i32],
-    /// How deep each lane drafts, 0 for not at all.
+    /// Depth to which each lane drafts, 0 for not at all.
     pub depths: &'a mut [i32],
-    /// Not 0 for a lane that has ended, and repeats its root alone.
+    /// Not 0 if a lane has ended, and repeats its root alone.
     pub done: &'a mut [i32],
 }
 
-/// What else decides whether another round follows.
+/// Other conditions on which another round follows.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Signals {
     /// The host asks for an end.
@@ -240,18 +241,18 @@ pub struct Signals {
     pub left: Option<i32>,
 }
 
-/// What [`end_round`] decided.
+/// Decisions of [`end_round`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct RoundEnd {
     /// Live lanes, within the batch.
     pub live: i32,
-    /// Why no further round should follow: `EXIT_` bits, 0 for no reason.
+    /// Reasons why no further round should follow: `EXIT_` bits, 0 for no reason.
     pub exit: u32,
-    /// Whether another round follows in the same launch.
+    /// True if another round follows in the same launch.
     pub continues: bool,
     /// Rounds of the launch that are left.
     pub left: Option<i32>,
-    /// What was wrong with lanes whose numbers were refused: [`Error::OutOfBounds`]. They are done.
+    /// Errors of lanes whose numbers were refused: [`Error::OutOfBounds`]. These lanes are done.
     pub refused: Vec<Error>,
 }
 

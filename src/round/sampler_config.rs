@@ -17,8 +17,8 @@ pub const MAX_REPETITION: f64 = 1e6;
 /// Sampling parameters of a request. `SamplerConfig::default()` is greedy.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SamplerConfig {
-    /// 0 is greedy; otherwise logits are divided by it. Finite, >= 0; one below 2.9e-39 counts as that, one above 8.5e37 as
-    /// that.
+    /// 0 is greedy; otherwise logits are divided by it. Finite, >= 0; a value below 2.9e-39 counts as that, one above
+    /// 8.5e37 as that.
     pub temperature: f64,
     /// Keep the k largest logits; 0 keeps all.
     pub top_k: i64,
@@ -89,12 +89,12 @@ impl SamplerConfig {
         Ok(self)
     }
 
-    /// Whether a penalty reads the history.
+    /// True if a penalty reads the history.
     pub(crate) fn penalises(&self) -> bool {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 
-    /// Whether any logit is changed before temperature.
+    /// True if any logit is changed before temperature.
     pub(crate) fn edits_logits(&self) -> bool {
         self.penalises() || !self.logit_bias.is_empty() || self.allowed.is_some()
     }

@@ -23,7 +23,7 @@ impl TokenMask {
         vocab.div_ceil(32) as usize
     }
 
-    /// Of these tokens alone.
+    /// The mask of these tokens alone.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for a vocabulary beyond [`MAX_VOCAB`] and a token outside of it.
@@ -37,7 +37,7 @@ impl TokenMask {
         Ok(Self { words: words.into(), vocab })
     }
 
-    /// Of words in this layout; what lies behind the vocabulary is dropped.
+    /// The mask of words in this layout; bits behind the vocabulary are dropped.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for a vocabulary beyond [`MAX_VOCAB`]; [`Error::Mismatch`] for too few words.
@@ -64,7 +64,7 @@ impl TokenMask {
         &self.words
     }
 
-    /// Whether the token is in it; a token outside the vocabulary is not.
+    /// True if the token is in the mask; a token outside the vocabulary is not.
     pub fn contains(&self, token: u32) -> bool {
         token < self.vocab && self.words[token as usize / 32] >> (token % 32) & 1 != 0
     }
@@ -74,7 +74,7 @@ impl TokenMask {
         self.words.iter().map(|w| w.count_ones()).sum()
     }
 
-    /// Whether there are none.
+    /// True if the mask has no tokens.
     pub fn is_empty(&self) -> bool {
         self.words.iter().all(|&w| w == 0)
     }
@@ -128,7 +128,7 @@ mod tests {
         assert!(TokenMask::of(MAX_VOCAB + 1, []).is_err());
     }
 
-    /// What cannot be sampled stays so, allowed or not.
+    /// A token that cannot be sampled stays so, allowed or not.
     #[test]
     fn faults_show_through_a_mask() {
         let mut row = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1.0];

@@ -18,8 +18,8 @@ pub struct TreeBatch {
     next_sibling: Vec<i32>,
     /// Cumulative log-probability of each node, 0 for roots and where no drafter gave one.
     scores: Vec<f32>,
-    /// Where each request's nodes start; the last entry is the number of nodes. Empty for an empty batch that was
-    /// never begun; [`TreeBatch::offsets`] hides that.
+    /// Start of each request's nodes; the last entry is the number of nodes. Empty for an empty batch that was never
+    /// begun; [`TreeBatch::offsets`] hides that.
     offsets: Vec<i32>,
 }
 
@@ -150,7 +150,7 @@ impl TreeBatch {
         self.offsets.len().saturating_sub(1)
     }
 
-    /// Whether there are no requests.
+    /// True if there are no requests.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -160,7 +160,7 @@ impl TreeBatch {
         self.tokens.len()
     }
 
-    /// Where each request's nodes start in the flat arrays, `[B + 1]`; the `qo_indptr` of verification.
+    /// Start of each request's nodes in the flat arrays, `[B + 1]`; the `qo_indptr` of verification.
     pub fn offsets(&self) -> &[i32] {
         if self.offsets.is_empty() { &[0] } else { &self.offsets }
     }

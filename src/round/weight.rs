@@ -10,9 +10,9 @@ pub(crate) const ONE: u64 = 1 << 40;
 /// One ulp of an f64 in `[2^12, 2^13)` is 2^-40: adding this rounds to the quantum, and the bits count the quanta.
 pub(crate) const ROUNDER: f64 = 4096.0;
 
-/// `exp(x)` for `x <= 0` to about one ulp of f32; what is below `exp(-40)` is 0 in quanta. Only additions and fused
-/// multiply-adds, each rounded once by IEEE 754, so every machine and vector width gives the same bits. Where
-/// the instruction set lacks the fused form, each may be a call: the host keeps its loops over this in `dispatch`.
+/// `exp(x)` for `x <= 0` to about one ulp of f32; results below `exp(-40)` are 0 in quanta. Only additions and fused
+/// multiply-adds, each rounded once by IEEE 754, so every machine and vector width gives the same bits. Where the
+/// instruction set lacks the fused form, each may be a call: the host keeps its loops over this in `dispatch`.
 #[inline(always)]
 fn exp_neg(x: f32) -> f32 {
     // 1.5 * 2^23: adding it rounds to an integer, which the low mantissa bits then hold.
@@ -78,8 +78,8 @@ impl Softmax {
     }
 }
 
-/// The temperature that counts: one whose inverse leaves f32 is the nearest whose inverse does not, which keeps 0 * inf
-/// away. Below the least, only logits that differ by less than 1e-37 could tell.
+/// The temperature that counts: one whose inverse leaves f32 becomes the nearest whose inverse does not, which keeps 0
+/// * inf away. Below the least, only logits that differ by less than 1e-37 could tell.
 pub(crate) fn effective_temperature(temperature: f64) -> f64 {
     temperature.clamp(1.0 / f64::from(f32::MAX), 1.0 / f64::from(f32::MIN_POSITIVE))
 }

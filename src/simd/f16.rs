@@ -20,7 +20,7 @@ pub(crate) fn widen<S: Simd>(s: S, halves: &[u16; 16], v: usize) -> S::f32s {
     by_arithmetic(s, halves, v)
 }
 
-/// Whether [`widen`] is one instruction here.
+/// True if [`widen`] is one instruction here.
 #[inline(always)]
 pub(crate) fn widens_at_once<S: Simd>(s: S) -> bool {
     #[cfg(any(target_arch = "x86", target_arch = "x86_64"))]

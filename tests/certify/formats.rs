@@ -49,10 +49,10 @@ fn small_configurations_hold() {
     }
 }
 
-/// What is read back, counted by hand: one branch, one step, one node, pages of one token and a context of 5. Rounds of
-/// two rows behind 0 and 1, 4 and 0, 4 and 4 tokens; in each verify, extend, decode and the draft step with either
-/// mask, of one query a row and L + 1 keys: 5 * (1 + 2 + 5 + 1 + 5 + 5). The round of 4 and 0 is padded, too: twice a
-/// plan, and the first row alone is read again, 5 * 5.
+/// The number of elements read back, counted by hand: one branch, one step, one node, pages of one token and a context
+/// of 5. Rounds of two rows behind 0 and 1, 4 and 0, 4 and 4 tokens; in each verify, extend, decode and the draft step
+/// with either mask, of one query a row and L + 1 keys: 5 * (1 + 2 + 5 + 1 + 5 + 5). The round of 4 and 0 is padded,
+/// too: twice a plan, and the first row alone is read again, 5 * 5.
 #[test]
 fn every_plan_is_read_back() {
     let c = certify(limits(2, 5, 1), shape(1, 1, 1), &ALL[1..]).unwrap();
@@ -199,7 +199,7 @@ fn fault_27338_is_found() {
         let f = f.unwrap_or_else(|| panic!("{name}: {:?}", l.failures));
         assert_eq!((f.got, f.limit), (4 * 3 * 200, 4 * 204), "{f}");
         assert!(f.what.contains(name) && f.what.contains("kv_indices"));
-        // And for real: the writer refuses two rows.
+        // In a real run the writer refuses two rows.
         assert!(l.failures.len() > 1);
     }
 }

@@ -67,7 +67,7 @@ async def answers() -> None:
 
 
 async def tools() -> None:
-    """A tool that must be called; then the answer, to the call's result."""
+    """Call a tool that must be called; then get the answer to the call's result."""
     how = ModelSettings(temperature=0.0, max_tokens=60, tool_choice="get_weather", parallel_tool_calls=False)
     agent = Agent(name="a", instructions="Tell the weather.", model=model, tools=[get_weather], model_settings=how)
     for streamed in (False, True):

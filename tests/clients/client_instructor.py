@@ -14,7 +14,7 @@ from common import BASE_URL, MODEL, same
 
 
 class Colour(str, Enum):
-    """One of three."""
+    """A colour, one of three."""
 
     RED = "red"
     GREEN = "green"
@@ -22,7 +22,7 @@ class Colour(str, Enum):
 
 
 class Point(BaseModel):
-    """Small enough that any model ends it: it may have no further properties."""
+    """A point, small enough that any model ends it: it may have no further properties."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -45,7 +45,7 @@ def points(mode: instructor.Mode) -> None:
 
 
 def main() -> None:
-    """By a schema, and by a tool call."""
+    """Ask by a schema, and by a tool call."""
     print(f"instructor {version('instructor')}")
     points(instructor.Mode.JSON_SCHEMA)
     points(instructor.Mode.TOOLS)

@@ -21,7 +21,7 @@ from specrs import LLM, SamplingParams
 HERE = Path(__file__).parent
 TASKS = ["specrs_choice", "specrs_generate", "specrs_text"]
 MODEL_DIR = os.environ["MODEL_DIR"]
-CONTEXT = 2047  # what lm-eval takes of a prompt, one token of the context being left to generate
+CONTEXT = 2047  # tokens of a prompt that lm-eval takes, one token of the context being left to generate
 
 
 class Engine(TemplateLM):
@@ -36,7 +36,7 @@ class Engine(TemplateLM):
         return min(self.llm.eos_ids)
 
     def tok_encode(self, string: str, **_: Any) -> list[int]:
-        return self.llm.tokenizer.encode(string, add_special_tokens=False).ids  # as lm-eval's own
+        return self.llm.tokenizer.encode(string, add_special_tokens=False).ids  # lm-eval's own does the same
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
         params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
@@ -70,8 +70,8 @@ class Engine(TemplateLM):
 
 
 def scores(model: Any, **arguments: Any) -> dict[str, dict[str, float]]:
-    """Of every task, by metric."""
-    os.chdir(HERE / "tasks")  # where the tasks' data lies
+    """Return the scores of every task, by metric."""
+    os.chdir(HERE / "tasks")  # the tasks' data lies there
     manager = TaskManager(include_path=str(HERE / "tasks"), include_defaults=False)
     done = lm_eval.simple_evaluate(
         model, tasks=TASKS, task_manager=manager, bootstrap_iters=0, log_samples=False, **arguments

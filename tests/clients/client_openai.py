@@ -10,7 +10,7 @@ import openai
 from common import BASE_URL, EXPECT, MODEL, raised, same
 
 client = openai.OpenAI(base_url=BASE_URL, max_retries=0, timeout=120)
-# What is not OpenAI's own travels in `extra_body`, as with other servers.
+# Fields that are not OpenAI's own travel in `extra_body`, as with other servers.
 EXTRA = {"return_token_ids": True}
 
 
@@ -151,13 +151,13 @@ def errors() -> None:
 
 
 def models() -> None:
-    """Those that there are."""
+    """Ask for the models that there are."""
     same([m.id for m in client.models.list()], [MODEL], "models")
     same(client.models.retrieve(MODEL).id, MODEL, "model")
 
 
 async def at_once() -> None:
-    """Many at once, some of which are cancelled; the rest get their own tokens."""
+    """Run many at once, and cancel some; the rest get their own tokens."""
     case = EXPECT["completions"][0]
     async with openai.AsyncOpenAI(base_url=BASE_URL, max_retries=5, timeout=120) as busy:
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def free_port() -> int:
-    """One that nobody listens at."""
+    """Return a port that nobody listens at."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What the clients' programs share: where the server is, and what it must answer."""
+"""Parts that the clients' programs share: the server's address, and the answers that it must give."""
 
 from __future__ import annotations
 

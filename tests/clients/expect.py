@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benches"))
 from serve_cases import CHAT_TEMPLATE
 from specrs import LLM, SamplingParams, assets
 
-#: As the benchmarks', with tools, which are called as Hermes calls them.
+#: The benchmarks' template, with tools, which are called as Hermes calls them.
 TEMPLATE = (
     """{% if tools %}{% for tool in tools %}{{ tool | tojson }}
 {% endfor %}<tool_call>{"name": ..., "arguments": {...}}</tool_call>

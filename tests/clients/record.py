@@ -13,7 +13,7 @@ from common import versions, write_result  # noqa: E402
 
 
 def main() -> None:
-    """Of the command line."""
+    """Read the command line, and record."""
     folder, *runs = sys.argv[1:]
     clients = {}
     for run in runs:

@@ -1,5 +1,5 @@
-//! What the tests of several layers share: random data here, then an allocator that counts, batches for the attention
-//! kernels, pools and random settings for the planner.
+//! Parts that the tests of several layers share: random data here, then an allocator that counts, batches for the
+//! attention kernels, pools and random settings for the planner.
 #![allow(dead_code)] // each test binary uses its part
 
 pub(crate) mod counting;
@@ -33,7 +33,7 @@ impl Mix {
     }
 }
 
-/// Whether counts agree with probabilities: Pearson's chi-square below its 99.9 % quantile (Wilson and Hilferty's
+/// True if counts agree with probabilities: Pearson's chi-square below its 99.9 % quantile (Wilson and Hilferty's
 /// approximation), cells expected fewer than 5 times pooled. A count where the probability is 0 never agrees.
 pub(crate) fn chi_square_accepts(counts: &[u32], probabilities: &[f64]) -> bool {
     assert_eq!(counts.len(), probabilities.len());

@@ -170,7 +170,7 @@ proptest! {
         }
         let p = drafts.propose_after(&[], 40, 40).unwrap();
         p.check(100).unwrap();
-        // What follows the longest match somewhere is proposed, or what follows a shorter one.
+        // Each proposal follows the longest match somewhere, or a shorter one.
         for n in (0..p.len()).filter(|&n| p.parents[n] == -1) {
             let last = [&text[text.len().saturating_sub(1)..], &p.tokens[n..=n]].concat();
             prop_assert!(occurs(&documents, &last), "{last:?}");

@@ -73,7 +73,7 @@ fn a_sure_source_stays_sure_beside_guesses() {
     let tree = merged(&[&certain, &guesses], MergeLimits::new(9, 9));
     assert!((tree.scores()[1].exp() - 0.9999).abs() < 1e-6);
     assert!(tree.scores()[2..].iter().all(|s| s.is_finite() && *s < -9.0), "{:?}", tree.scores());
-    // Where they do not sum to more than 1, all claims stand.
+    // If their sum is not above 1, all claims stand.
     let tree = merged(&[&proposal(&[(-1, 1, 0.6), (-1, 2, 0.3)])], MergeLimits::new(9, 9));
     assert!((tree.scores()[1].exp() - 0.6).abs() < 1e-6 && (tree.scores()[2].exp() - 0.3).abs() < 1e-6);
 }

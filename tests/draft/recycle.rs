@@ -19,7 +19,7 @@ fn drafts_follow_the_best_tokens_of_each_row() {
     assert_eq!((&p.parents[..], &p.buckets[..]), (&[-1, 0, -1, -1, 0][..], &[0, 0, 1, 2, 1][..]));
     assert_eq!(table.propose(1, 8, 1).unwrap().tokens, [5, 6, 7]);
     assert!(table.propose(2, 8, 8).unwrap().is_empty());
-    // What was drawn is the first choice; the others move back.
+    // The drawn token is the first choice; the others move back.
     table.follow(&[1, 7, 1, 8]).unwrap();
     assert_eq!(table.propose(1, 4, 1).unwrap().tokens, [8, 7, 5, 6]);
     // A cycle ends with the nodes or the levels.

@@ -1,4 +1,4 @@
-//! What a request's own text proposes.
+//! Proposals of a request's own text.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -23,7 +23,7 @@ fn best_path(p: &Proposal) -> Vec<u32> {
     }
 }
 
-/// What every proposal keeps.
+/// Conditions that every proposal keeps.
 fn holds(p: &Proposal, nodes: usize, depth: usize) {
     p.check(1000).unwrap();
     assert!(p.len() <= nodes);

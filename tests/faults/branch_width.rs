@@ -87,7 +87,7 @@ fn the_same_configuration_without_the_switch() {
         let mut planner = planner(g, format);
         draft_into(&mut planner, &case.pool, (&case.seqs, &[3, 3]), 0, None, &mut fixed.arrays).unwrap();
         assert_eq!(fixed.arrays.line::<i32>("kv_indptr"), [0, 4, 8, 12, 16]);
-        // Of each branch the prefix, and its own slot.
+        // The list of each branch: the prefix, and its own slot.
         let list = |i: usize, b: u32| [0, 1, 2, 3 + b].map(|pos| case.slot(i, pos));
         let want = [list(0, 0), list(0, 1), list(1, 0), list(1, 1)].concat();
         match format {

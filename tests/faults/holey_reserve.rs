@@ -10,7 +10,7 @@ use crate::{Config, snapshot};
 
 const REVERTED: Reverts = Reverts::NONE.and(Fault::HoleyReserve);
 
-/// What a draft step of one request at `len` gives, with the reserve that `reverts` leaves; and the accounts after.
+/// The result of a draft step of one request at `len`, with the reserve that `reverts` leaves; and the accounts after.
 fn draft(c: Config, len: u32, reverts: Reverts) -> Result<(), Error> {
     let g = c.geometry(reverts);
     let case = Case::new(&g, &[len], 7);
@@ -38,7 +38,7 @@ fn smallest() -> Option<(Config, u32)> {
     None
 }
 
-/// By draft slots, then page size, then length.
+/// Ordered by draft slots, then page size, then length.
 #[test]
 fn the_smallest_configuration() {
     let c = Config { k: 2, s: 1, v: 1, p: 4, batch: 1, context: 4, layout: Layout::Holey };

@@ -41,7 +41,7 @@ fn fixed(format: AnyFormat, g: &Geometry, wider: u64) -> (Arrays, Vec<Option<Ext
     (Arrays::fixed(format.arrays(), given.collect()).unwrap(), extents)
 }
 
-/// What is used of each array, as bytes; of a table row by row.
+/// The used part of each array, as bytes; of a table row by row.
 fn used(arrays: &Arrays) -> Vec<(&'static str, Extent, Vec<u8>)> {
     let of = |a: specrs::plan::ArrayRef<'_>| match a.extent {
         Extent::Line(_) => a.bytes.to_vec(),

@@ -80,7 +80,7 @@ fn check(s: &Setting, case: &Case, plan: &Planned, arrays: &Arrays, wants: &Want
             }
         }
     }
-    // What is used is what the load says, and within what the geometry states.
+    // The used part is what the load says, and within what the geometry states.
     let used = FlashAttention.extents(&g, &Load::of(plan)).unwrap();
     let limit = FlashAttention.extents(&g, &Load::limit(&g, phase, MAX_BATCH).unwrap()).unwrap();
     let now: Vec<Extent> = arrays.iter().map(|a| a.extent).collect();

@@ -1,5 +1,5 @@
-//! What the slot-list formats refuse, and what sees a wrong element: the closed forms of their sizes, the context wall,
-//! and the debug audit, which reads arrays back as a kernel would.
+//! Errors of the slot-list formats, and the checks that see a wrong element: the closed forms of their sizes, the
+//! context wall, and the debug audit, which reads arrays back as a kernel would.
 
 use crate::common::plan::{Batch as Case, geometry};
 use specrs::Error;
@@ -178,7 +178,7 @@ fn every_element_is_seen<F: Lower + Clone>(inner: F) {
         let whole = Broken { inner: inner.clone(), name: "none", at: 0, add: 0 };
         for (name, n) in run(whole, phase).unwrap() {
             for at in 0..n {
-                // Nobody reads the slots of dead queries, nor the bits behind the last row of a packed mask.
+                // No kernel reads the slots of dead queries, nor the bits behind the last row of a packed mask.
                 if name == "extend_slots" && at >= if phase == Phase::Extend { 4 } else { 6 } {
                     continue;
                 }
@@ -221,7 +221,7 @@ fn configurations_beyond_int32_are_refused() {
         assert!(got.contains("max_batch 1024 * topk 8 * max_context_len 1000000"), "{got}");
         assert!(why.contains("2147483647") && why.contains("native"), "{why}");
     }
-    // And so are its sizes, whoever asks for them.
+    // The format's sizes are refused as well, whoever asks for them.
     let load = Load::limit(&g, Phase::Draft { step: 0 }, 1024).unwrap();
     for result in [FlashInfer::default().extents(&g, &load), Triton.extents(&g, &load)] {
         let err = result.unwrap_err();
@@ -274,7 +274,7 @@ fn widths_by_hand() {
     assert!(err.contains(want) && err.contains("int32 indexes up to 2147483647 of them"), "{err}");
 }
 
-/// Of the mask at least one form must have been given.
+/// At least one form of the mask must have been given.
 #[test]
 fn a_verification_needs_one_form_of_the_mask() {
     let g = geometry(2, 3, 4, 4, 3, 32, Layout::Dense);

@@ -36,11 +36,11 @@ struct Request {
     prefix: u32,
     /// Row positions that the request's own tokens take.
     own: Vec<u32>,
-    /// Of each query the row positions that it attends to, in order.
+    /// Row positions that each query attends to, in order.
     queries: Vec<Vec<u32>>,
 }
 
-/// What an array must be: its elements, whatever their type.
+/// Expected elements of an array, whatever their type.
 type Want = Vec<(&'static str, DType, Vec<i64>)>;
 
 /// Slots of row positions of request `i`.
@@ -84,7 +84,7 @@ fn wants(s: &Setting, case: &Case, requests: &[Request], phase: Phase, plan: (us
     let per_query = matches!(phase, Phase::Draft { .. } | Phase::Decode);
     let of_query = |(i, r): (usize, &Request)| r.queries.iter().map(|q| slots(case, i, q.clone())).collect::<Vec<_>>();
     let every: Vec<Vec<i64>> = requests.iter().enumerate().flat_map(of_query).collect();
-    // Nobody reads the list of a request without queries: it is empty.
+    // No kernel reads the list of a request without queries: it is empty.
     let read = |r: &Request| if r.queries.is_empty() { 0 } else { r.prefix };
     let prefixes: Vec<_> = requests.iter().enumerate().map(|(i, r)| slots(case, i, 0..read(r))).collect();
     let own: Vec<_> = requests.iter().enumerate().map(|(i, r)| slots(case, i, r.own.clone())).collect();
@@ -220,7 +220,7 @@ fn check_sizes(s: &Setting, format: &AnyFormat, plan: &AuditedPlan<AnyFormat>, w
     let used = sizes(&Load::of(plan));
     assert_eq!(used, want.iter().map(|w| (w.0, w.2.len() as u64)).collect::<Vec<_>>());
     if s.pad.is_none() {
-        // What any batch of this many requests may take, and what is known without a look at the lengths.
+        // Most that any batch of this many requests may take, known without a look at the lengths.
         let bound = Lens::Device { batch: s.lens.len() as u32, at_most: s.lens.iter().copied().max().unwrap_or(0) };
         let most = [
             Load::limit(&s.g, plan.phase(), s.lens.len() as u32).unwrap(),

@@ -1,4 +1,4 @@
-"""What memcheck must find: a KV move on a cache that claims more slots than its memory has.
+"""A fault that memcheck must find: a KV move on a cache that claims more slots than its memory has.
 
 Run under the sanitizer by run.sh. It shows that a clean memcheck of the tests means something: the kernel is watched.
 """

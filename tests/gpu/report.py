@@ -38,13 +38,14 @@ def tests(*paths: Path) -> dict[str, Any] | None:
 
 
 def findings(log: Path) -> int | None:
-    """What a sanitizer counted; ``None`` where it did not get to its summary."""
+    """Return the number of findings that a sanitizer counted; ``None`` where it did not get to its summary."""
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", log.read_text(errors="replace") if log.exists() else "")
     return int(summary[-1]) if summary else None
 
 
 def sanitizers(work: Path, logs: Path) -> dict[str, dict[str, Any]]:
-    """Of each tool, with and without torch's caching allocator: all runs together, and those that did not finish."""
+    """Return the results of each tool, with and without torch's caching allocator: all runs together, and those that
+    did not finish."""
     runs: dict[str, list[str]] = {}
     for name in sorted(done.stem for done in work.glob("*.sanitized")):
         runs.setdefault("-".join(name.split("-")[:2]), []).append(name)

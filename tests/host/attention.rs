@@ -204,7 +204,7 @@ proptest! {
             at += count;
         }
 
-        // As a tree: nodes in any order below the root, each holding the token of its depth.
+        // The same tokens as a tree: nodes in any order below the root, each holding the token of its depth.
         set_num_threads(threads[2]).unwrap();
         let root = len - len.min(1 + tree.len() % 23);
         let (mut parents, mut depths) = (vec![0usize], vec![0usize]);

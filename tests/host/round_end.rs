@@ -165,7 +165,7 @@ proptest! {
         prop_assert_eq!(ring.ring_words(), ring.slots() * ring.slot_words());
     }
 
-    /// What the sequence words say of every round near the last one, over the wrap of the 32-bit count.
+    /// Checks the sequence words of every round near the last one, over the wrap of the 32-bit count.
     #[test]
     fn sequence_words_tell_rounds_apart(power in 1..4u32, start in prop::sample::select(vec![0u64, 5, (1 << 32) - 9])) {
         let layout = RingLayout::new(1 << power, 1, 3).unwrap();

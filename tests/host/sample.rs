@@ -103,7 +103,7 @@ proptest! {
         prop_assert_eq!(on_path, sampler.draw(&mut scratch, &row, 9, &[]));
     }
 
-    /// What a draw is from, by the reference's row and weights.
+    /// Checks the distribution of a draw by the reference's row and weights.
     #[test]
     fn processed_rows_are_what_draws_are_from((config, row, [prompt, output, path]) in cases()) {
         let mut sampler = Sampler::new(row.len() as u32, &prompt, config.clone()).unwrap();

@@ -280,7 +280,7 @@ fn a_bad_draft_ends_its_own_tree_alone() {
                 if spoil && step == bad_step {
                     logits[(rows + bad_row) * vocab + 7] = f32::NAN;
                 } else if spoil && step > bad_step {
-                    logits[rows * vocab..][..vocab].fill(f32::NEG_INFINITY); // of a request that is out already
+                    logits[rows * vocab..][..vocab].fill(f32::NEG_INFINITY); // a request that is out already
                 }
                 if step == 0 {
                     beams.start(&logits).unwrap()
@@ -304,7 +304,8 @@ fn a_bad_draft_ends_its_own_tree_alone() {
             assert_eq!(sound.tokens()[sound.range(i)], cut.tokens()[cut.range(i)], "step {bad_step}");
             assert_eq!(sound.parents()[sound.range(i)], cut.parents()[cut.range(i)], "step {bad_step}");
         }
-        // As many levels as were sound, with all that they have; the root alone after a fault at the start.
+        // The tree has as many levels as were sound, with all that they have; the root alone after a fault at the
+        // start.
         let depth = cut.depths()[cut.range(1)].iter().max().copied();
         assert!(depth <= Some(bad_step as i32) && cut.range(1).len() == 1 + [0, 3, 12, 15][bad_step], "{depth:?}");
     }

@@ -163,7 +163,7 @@ proptest! {
             let sampler = Sampler::new(vocab as u32, prompt, config.clone()).unwrap();
             prop_assert_eq!(output, &decode_plain(&oracle, sampler, prompt, new));
         }
-        // Not vacuous: two drafts of three are right, so walks are deep where trees are.
+        // Guards against a vacuous test: two drafts of three are right, so walks are deep where trees are.
         prop_assert!(max_nodes < 12 || accepted >= 6 * requests.len(), "{} drafts accepted", accepted);
     }
 }

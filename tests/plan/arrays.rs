@@ -1,4 +1,4 @@
-//! Where a format's arrays are written: memory of specrs that grows, and memory of a caller that never does.
+//! Memory in which a format's arrays are written: memory of specrs that grows, and memory of a caller that never does.
 
 use specrs::error::Error;
 use specrs::plan::{Arrays, DType, Extent, Given, HostMemory, Memory, Need, Spec};
@@ -116,7 +116,7 @@ fn missing_and_wrong_arrays_are_refused_by_name() {
     assert_eq!(short, "indptr: got 7 bytes, want 8 bytes: [2] of int32");
 }
 
-/// What a caller's memory held before is the dead value afterwards, in all of it.
+/// Checks that all of a caller's memory holds the dead value afterwards, whatever it held before.
 #[test]
 fn what_memory_held_before_is_cleared() {
     let mut memory = HostMemory::new("test", 24).unwrap();

@@ -1,4 +1,4 @@
-//! What the planner refuses, with its operands; and what the audit finds in plans that were tampered with.
+//! Errors of the planner, with their operands; and the audit's findings in plans that were tampered with.
 
 use crate::common::plan::{Batch as Case, geometry, pool};
 use specrs::Error;
@@ -333,7 +333,7 @@ fn what_is_shared_again_is_not_written() {
     pool.release(&[fork]).unwrap();
     let lease = reserved(a);
     assert_eq!((lease.copies().len(), write(a, 2), write(a, 7)), (0, Ok(()), Ok(())));
-    let b = pool.create().unwrap(); // one that nobody has forked
+    let b = pool.create().unwrap(); // a sequence that nobody has forked
     pool.reserve(&[(b, 7)]).unwrap().commit(&[7]).unwrap();
     assert_eq!((write(b, 2), pool.cache_insert(b, &[1, 2, 3, 4], 0, 0).unwrap()), (Ok(()), 1));
     assert!(write(b, 2).unwrap_err().contains("with 2 owners"));
@@ -343,8 +343,8 @@ fn what_is_shared_again_is_not_written() {
     pool.audit().unwrap();
 }
 
-/// What a planner has looked up is as old as the pool's last change: a fork between two plans of a round changes no
-/// row of the batch, and still its tail is shared from then on.
+/// Looked-up rows are as old as the pool's last change: a fork between two plans of a round changes no row of the
+/// batch, and still its tail is shared from then on.
 #[test]
 fn a_change_of_the_pool_is_seen_at_once() {
     let (g, c, mut planner) = case();
@@ -466,7 +466,7 @@ fn plans_and_moves_die_with_their_rows() {
         c.seqs.iter().map(|&s| c.pool.pages(s).unwrap().iter().map(|p| p.as_i32()).collect()).collect();
     assert_eq!((cols, &table[..want[0].len()], table.len()), (want[1].len(), &want[0][..], 2 * cols));
     assert!(table[want[0].len()..cols].iter().all(|&p| p == 0) && table[cols..] == want[1]);
-    // Its verification may not run again: the path that was accepted is dense now.
+    // The verification may not run again: the path that was accepted is dense now.
     let message = text(c.pool.with_tables(|t| plan.check_rows(&t)));
     assert!(message.contains("it was made for 7 committed tokens, and 9 are by now"), "{message}");
     drop(c.lease); // rolls back: the rows lose pages

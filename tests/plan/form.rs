@@ -1,5 +1,5 @@
-//! What the planner and the formats write, element by element, against the pure functions of `plan::form`: every phase and
-//! every array, over random configurations, batches and paddings.
+//! Compares the arrays of the planner and the formats, element by element, with the pure functions of `plan::form`:
+//! every phase and every array, over random configurations, batches and paddings.
 
 use crate::common::plan::random::{Setting, setting};
 use crate::common::plan::{Batch as Case, bucket, geometry};
@@ -20,7 +20,7 @@ struct Request {
     n: u32,
     /// `[n * words]`.
     mask: Vec<u64>,
-    /// Of each query.
+    /// Depth of each query.
     depths: Vec<u32>,
 }
 

@@ -107,7 +107,7 @@ fn per_branch_indices_follow_the_closed_form() {
     }
 }
 
-/// What a format refuses reaches the caller, and the planner goes on.
+/// A format's refusal reaches the caller, and the planner goes on.
 #[test]
 fn a_format_may_refuse_a_phase() {
     let g = geometry(3, 4, 10, 4, 2, 64, Layout::Dense);

@@ -133,7 +133,7 @@ fn tail_copies_of_the_worked_case() {
     let copies = c.pool.with_tables(|t| planner.tail_copies(&t, &batch)).unwrap().unwrap();
     assert_eq!(copies.moves().src(), [4, 5, 6, 4, 5, 6].map(|p| c.slot(0, p)));
     assert_eq!(copies.moves().dst(), [16, 17, 18, 28, 29, 30].map(|p| c.slot(0, p)));
-    // And the branches themselves start at 7, 19 and 31.
+    // The branches themselves start at 7, 19 and 31.
     let plan = c.pool.with_tables(|t| planner.draft(&t, &batch, 0, DraftMask::Lane)).unwrap().unwrap();
     assert_eq!(plan.out_slots()[..3], [7, 19, 31].map(|p| c.slot(0, p)));
 }

@@ -1,4 +1,4 @@
-//! What lengths alone say of a step: checked as a batch is, and never more than the batch takes.
+//! Load of a step by its lengths alone: checked as a batch is, and never more than the batch takes.
 
 use crate::common::plan::geometry;
 use specrs::geometry::Layout;

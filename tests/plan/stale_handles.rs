@@ -1,5 +1,5 @@
-//! What outlives the state it was made for is refused: plans, moves and copies after a fork, an insertion into the
-//! prefix cache, the end of a lease, and before the rows of another pool.
+//! Plans, moves and copies that outlive the state that they were made for are refused: after a fork, an insertion into
+//! the prefix cache, the end of a lease, and before the rows of another pool.
 
 use crate::common::plan::{Batch as Case, geometry};
 use specrs::Error;
@@ -82,7 +82,7 @@ fn plans_without_rows_do_not_fit_another_pool() {
     refused(b.pool.with_tables(|t| planner.lower(&t, &plan, &mut arrays)), "plan");
     refused(b.pool.with_tables(|t| commit.moves().check_rows(&t)), "plan");
     assert_eq!(arrays.generation(), 1);
-    // One that was made elsewhere is of the pool that audited it.
+    // A plan that was made elsewhere is of the pool that audited it.
     let parts = || Plan::from_parts(Phase::Decode, small().page(), plan.to_parts());
     let audited = a.pool.with_tables(|t| AuditedPlan::audit(parts(), &t, &small(), &format)).unwrap().unwrap();
     a.pool.with_tables(|t| audited.check_rows(&t)).unwrap().unwrap();
@@ -113,7 +113,7 @@ fn tail_copies_go_stale_with_each_row() {
     }
 }
 
-/// As above, of the moves of a commit: a path that is in place moves nothing.
+/// Checks the same for the moves of a commit: a path that is in place moves nothing.
 #[test]
 fn moves_go_stale_with_each_row() {
     let g = geometry(2, 2, 4, 4, 3, 64, Layout::Dense);

@@ -234,7 +234,7 @@ proptest! {
                     w.commit_path(i, len, nodes);
                 }
                 7 => w.end(i, r % 3, r / 3 % 5),
-                // What was planned at any time before, again.
+                // A plan made at any time before runs again.
                 8..=10 if !w.plans.is_empty() => {
                     let (of, plan) = w.plans[r as usize % w.plans.len()].clone();
                     w.run(of, &plan);

@@ -79,7 +79,7 @@ fn exhaustion_changes_nothing() {
     let e = refused(&p, || p.reserve(&[(b, 25)]).map(drop));
     assert!(matches!(e, Error::Capacity { need: 7, have: 6, .. }), "{e}");
     p.reserve(&[(b, 16)]).unwrap().commit(&[16]).unwrap();
-    // Not even one page for the copy of a shared tail.
+    // There is not even one page for the copy of a shared tail.
     let c = p.fork(a, 5).unwrap();
     let e = refused(&p, || p.reserve(&[(c, 6)]).map(drop));
     assert_eq!(e, Error::PoolExhausted { need: 1, free: 0, total: 6 });
@@ -220,7 +220,7 @@ fn shared_tail_is_copied_before_writing() {
         assert_eq!(p.pages(b).unwrap(), shared);
         assert!(p.version(b).unwrap() > version);
         assert_eq!(p.audit().unwrap().owned_pages, used);
-        // Nothing accepted: the same as a rollback.
+        // A commit that accepts nothing is the same as a rollback.
         p.reserve(&[(b, len + 1)]).unwrap().commit(&[len]).unwrap();
         assert_eq!(p.pages(b).unwrap(), shared);
         assert_eq!(p.audit().unwrap().held_pages, 0);
@@ -247,7 +247,7 @@ fn no_copy_without_room_to_write() {
     assert!(lease.copies().is_empty());
     lease.commit(&[6]).unwrap();
     assert_eq!(p.pages(a).unwrap(), p.pages(b).unwrap());
-    // And committing past the promise is refused, although the shared page has room.
+    // A commit past the promise is refused, although the shared page has room.
     let lease = p.reserve(&[(b, 6)]).unwrap();
     let r = lease.commit(&[7]).unwrap_err();
     assert_eq!(r.error, Error::OutOfRange { what: "committed length", got: 7, min: 6, max: 6 });
@@ -491,7 +491,7 @@ fn exhaustion_at_every_point() {
             let la = p.committed(a).unwrap();
             p.cache_insert(a, &vec![3; la as usize], 0, 0).unwrap();
             p.release(&[a]).unwrap();
-            // What the cache alone holds makes room here.
+            // Pages that the cache alone holds make room here.
             let lc = p.committed(c).unwrap();
             run(2, &[(c, lc + 4 * page)], &[lc + 4 * page]);
             let (d, ld, _) = p.cache_lookup(&vec![3; 2 * page as usize], 2 * page, 0).unwrap();
@@ -536,7 +536,7 @@ fn owners_of_every_kind() {
         "5 raw pages",
     ];
     assert_eq!(owners, want);
-    // As many as the ledger counts.
+    // The table has as many as the ledger counts.
     p.with_tables(|t| {
         for page in 1..9 {
             let n = owners.iter().filter(|o| o.starts_with(&format!("{page} "))).count() as u32;
@@ -589,7 +589,7 @@ fn pages_of_the_cache_alone_can_be_had_while_others_hang_from_them() {
     assert_eq!((stats.free_pages, stats.cached_pages, stats.evictable_pages), (3, 5, 3));
     let e = refused(&p, || p.alloc_pages(7));
     assert_eq!(e, Error::PoolExhausted { need: 7, free: 6, total: 12 });
-    // What fits the free list leaves the cache as it is.
+    // A reservation that fits the free list leaves the cache as it is.
     p.reserve(&[(b, 17)]).unwrap().commit(&[11]).unwrap();
     assert_eq!(p.stats().unwrap().cached_pages, 5);
     // One page more: the lowest head goes, and the pages that hung from it are b's alone.
@@ -605,7 +605,7 @@ fn pages_of_the_cache_alone_can_be_had_while_others_hang_from_them() {
     let lease = p.reserve(&[(b, 24)]).unwrap();
     assert_eq!((p.allocated(b).unwrap(), p.stats().unwrap().cached_pages), (24, 0));
     lease.commit(&[13]).unwrap();
-    // Its own pages again make the chain that others find.
+    // The sequence's own pages again make the chain that others find.
     assert_eq!(p.cache_insert(b, &tokens, 0, 0).unwrap(), 6);
     let mine = p.pages(b).unwrap();
     let kinds: Vec<_> = p.history(mine[4]).unwrap().iter().map(|e| (e.kind, e.owner)).collect();
@@ -639,7 +639,7 @@ fn pages_with_draft_kv_replace_pages_without() {
     assert_eq!((p.cache_insert(b, &tokens[..6], 3, 0).unwrap(), p.version(b).unwrap()), (0, version));
     let e = refused(&p, || p.cache_insert(b, &tokens[..6], 7, 0));
     assert_eq!(e, Error::OutOfRange { what: "drafted tokens to cache", got: 7, min: 0, max: 6 });
-    // Its second and third page go in, a's second and third are free; a plan that writes b's pages is refused now.
+    // The second and third page of b go in, a's second and third are free; a plan that writes b's pages is refused now.
     assert_eq!(p.cache_insert(b, &tokens[..6], 6, 0).unwrap(), 2);
     assert!(p.version(b).unwrap() > version);
     let mixed = vec![first[0], second[1], second[2], first[3]];
@@ -653,7 +653,7 @@ fn pages_with_draft_kv_replace_pages_without() {
     let (c, len, _) = p.cache_lookup(&tokens, 8, 0).unwrap();
     assert_eq!((len, p.cache_insert(c, &tokens[..8], 8, 0).unwrap()), (8, 0));
     assert_eq!(found(9), (8, 8, mixed));
-    // What the cache has under other tokens can't go in.
+    // Pages that the cache has under other tokens can't go in.
     let e = refused(&p, || p.cache_insert(c, &[7, 7], 2, 0));
     assert!(matches!(e, Error::Invalid { what: "tokens to cache", .. }));
     p.release(&[b, c]).unwrap();

@@ -31,7 +31,7 @@ fn a_round_in_flight_has_its_pages_wherever_the_last_one_ended() {
         let p = pool(g.pages_for_full_load().unwrap(), page_size, 1, g.row_pages());
         let s = p.create().unwrap();
         let mut lease = p.reserve(&[(s, g.alloc_target(0, 0).unwrap())]).unwrap();
-        let mut device = 0; // where the round in flight begins
+        let mut device = 0; // end of the mirror as the round in flight begins
         for round in 0..30 {
             // The host has reserved for the length before.
             assert!(device + g.alloc_len_per_decode() <= p.allocated(s).unwrap(), "round {round}");
@@ -186,7 +186,7 @@ fn changes_are_the_columns_that_changed() {
     let mut lease = p.reserve(&[(a, 6), (b, 1)]).unwrap();
     let (first, one) = changes(&p, start);
     assert_eq!(first, [(0, 0, vec![1, 2, 3, 4, 5, 6], Pages), (1, 0, vec![7], Pages)]);
-    // Only what is new is told again; a row's pages and its order apart.
+    // Changes are told once; a row's pages and its order apart.
     lease.remap(a, 3, &[1]).unwrap();
     lease.renew(&[8, 1]).unwrap();
     let (second, two) = changes(&p, one);
@@ -199,7 +199,7 @@ fn changes_are_the_columns_that_changed() {
     let order = |e: &[(u32, u32, Vec<i32>, ChangeKind)]| e.iter().filter(|c| c.3 == Order).count();
     assert_eq!((all.len(), order(&all)), (5, 1));
     assert_eq!(all[0], (0, 0, vec![1, 2, 3, 5, 0, 0], Pages));
-    // What leaves the table as it is is no change: sharing a row's pages, and lengths.
+    // A call that leaves the table as it is is no change: sharing a row's pages, and lengths.
     let fork = p.fork(a, 2).unwrap();
     let (shared, now) = changes(&p, two);
     assert_eq!(shared[1..], [(2, 0, vec![1, 2], Pages)]);

@@ -23,7 +23,7 @@ impl Rng {
 fn reserve_commit_and_drop_from_many_threads() {
     let (pages, page) = (20, PageSize::new(4).unwrap());
     let pool = Pool::new(PoolConfig { num_pages: pages + 1, page, max_seqs: 3 * THREADS, row_pages: 12 }).unwrap();
-    // Which thread writes to a page now; 0 for nobody.
+    // The thread that writes to a page now; 0 for none.
     let writers: Vec<AtomicU32> = (0..=pages).map(|_| AtomicU32::new(0)).collect();
     let (mut done, mut refused) = (0, 0);
     std::thread::scope(|scope| {

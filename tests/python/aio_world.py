@@ -1,4 +1,4 @@
-"""What tests of `AsyncLLM` share: an engine's options, requests, and a loop in which nothing may hang."""
+"""Parts that tests of `AsyncLLM` share: an engine's options, requests, and a loop in which nothing may hang."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OPTIONS: dict[str, Any] = {"tree": (3, 3, 9), "max_batch": 6, "page_size": 4, "p
 
 
 def run(work: Callable[[], Coroutine[Any, Any, Any]], limit: float = 240.0) -> Any:
-    """In a fresh loop; one that hangs fails."""
+    """Run in a fresh loop; work that hangs fails."""
     return asyncio.run(asyncio.wait_for(work(), limit))
 
 

@@ -220,7 +220,8 @@ class Launch:
 
 
 def folds(workspace: torch.Tensor) -> bool:
-    """Whether the last launch with this workspace folded its splits on the way: the first word of its schedule."""
+    """Return whether the last launch with this workspace folded its splits on the way: the first word of its
+    schedule."""
     [word] = workspace[:4].view(torch.int32).tolist()
     assert word in (0, 1), word
     return word == 1

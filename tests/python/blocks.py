@@ -50,7 +50,8 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def run(block: Block, python: Path | str, directory: Path, env: Mapping[str, str]) -> tuple[int, str, str]:
-    """A block's exit status, stdout and stderr; whatever it leaves behind, a server say, is ended."""
+    """Run a block, and return its exit status, stdout and stderr; processes that it leaves behind, such as a server,
+    are ended."""
     argv = ["sh", "-eux", "-c", block.code] if block.language == "sh" else [str(python), "-c", block.code]
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -68,7 +69,8 @@ def run(block: Block, python: Path | str, directory: Path, env: Mapping[str, str
 
 
 def shims(directory: Path) -> dict[str, str]:
-    """This process's environment, where ``specrs`` and ``python`` are of this interpreter and what it imports."""
+    """Return this process's environment, in which ``specrs`` and ``python`` are of this interpreter and its
+    packages."""
     (directory / "bin").mkdir()
     for name, runs in {"specrs": f'"{sys.executable}" -m specrs', "python": f'"{sys.executable}"'}.items():
         command = directory / "bin" / name
@@ -80,12 +82,12 @@ def shims(directory: Path) -> dict[str, str]:
 
 
 def failed(status: int, out: str, err: str) -> bool:
-    """Whether a block did not do what a reader expects of it: to end well, and to show something."""
+    """Return whether a block failed a reader's expectation: to end well, and to show something."""
     return status != 0 or "Traceback" in err or not out.strip()
 
 
 def main() -> int:
-    """As the module says."""
+    """Run the blocks, as the module says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--environment", type=Path)
@@ -98,7 +100,7 @@ def main() -> int:
             venv.create(place, with_pip=True)
         wheel = f"{args.wheel.resolve()}[{EXTRA}]"
         subprocess.run([place / "bin/python", "-m", "pip", "install", "--quiet", wheel], check=True)
-        # Nothing of this checkout, and nothing of the caller's environment but where programs and the home are.
+        # The environment has nothing of this checkout, and of the caller's only the places of programs and the home.
         env = {"PATH": f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}", "HOME": folder, "LANG": "C.UTF-8"}
         wrong = 0
         for number, block in enumerate(chosen):

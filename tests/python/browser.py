@@ -52,7 +52,7 @@ class Browser:
         for one in (theirs_in, theirs_out, *high):
             os.close(one)
         self._rest, self._number = b"", 0
-        self.events: list[dict[str, Any]] = []  # of all pages
+        self.events: list[dict[str, Any]] = []  # events of all pages
 
     def send(self, method: str, session: str | None = None, seconds: float = 60.0, **params: Any) -> dict[str, Any]:
         """A command's result."""
@@ -133,7 +133,7 @@ class Page:
         return answer["result"].get("value")
 
     def wait(self, script: str, seconds: float = 60.0) -> Any:
-        """Until an expression is true; its value."""
+        """Wait until an expression is true, and return its value."""
         end = time.monotonic() + seconds
         while not (value := self(script)):
             assert time.monotonic() < end, f"waited too long for {script}: {self('document.body.innerText')}"
@@ -146,7 +146,7 @@ class Page:
         self.send("Emulation.setDeviceMetricsOverride", **size)
 
     def type(self, selector: str, text: str) -> None:
-        """Put text into a field in place of what it has, as a person types it."""
+        """Type text into a field, in place of its content, as a person does."""
         found = f"document.querySelector({json.dumps(selector)})"
         self(f"(() => {{ const field = {found}; field.focus(); field.select(); }})()")
         self.send("Input.insertText", text=text)
@@ -175,15 +175,15 @@ class Page:
                 yield event["params"]
 
     def complaints(self) -> list[Any]:
-        """What went wrong in the page so far: errors, warnings, exceptions, refusals of its policy."""
+        """Return all faults of the page so far: errors, warnings, exceptions, refusals of its policy."""
         logged = [e["entry"] for e in self.events("Log.entryAdded") if e["entry"]["level"] in ("error", "warning")]
         said = [e for e in self.events("Runtime.consoleAPICalled") if e["type"] in ("error", "warning", "assert")]
         return [*logged, *said, *self.events("Runtime.exceptionThrown")]
 
     def picture(self) -> bytes:
-        """What the viewport shows, as a PNG."""
+        """Return a picture of the viewport, as a PNG."""
         return base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
 
     def close(self) -> None:
-        """It and its storage go."""
+        """End the browser, and remove its storage."""
         self._browser.send("Target.closeTarget", targetId=self._target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-# What each is for stands in its name.
+# The name of each template tells what it is for.
 TEMPLATES = {p.stem: p.read_text(encoding="utf-8") for p in (Path(__file__).parent / "chat/templates").glob("*.jinja")}
 assert len(TEMPLATES) == 21
 

@@ -44,7 +44,7 @@ _DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class Producer:
-    """Exports float32 ``values`` (or what the keywords say) and counts calls of its deleter.
+    """Exports float32 ``values`` (or other types, by keywords) and counts calls of its deleter.
 
     It keeps the memory alive itself, so that a wrong second call of the deleter is counted instead of crashing.
     """

@@ -14,12 +14,12 @@ from specrs.drafters import DraftRequest, Proposal
 
 @dataclass
 class Ngrams:
-    """What followed the last tokens where they stood before, found by looking through all of them: a tree of what
-    followed the longest, and the most recent, of these places.
+    """Proposes what followed the last tokens where they stood before, found by looking through all of them: a tree of
+    what followed the longest, and the most recent, of these places.
 
     Attributes:
         begun, closed: ids of requests.
-        told: of each request, the tokens that it was told of.
+        told: for each request, the tokens that it was told of.
     """
 
     name: str = "ngrams"
@@ -36,7 +36,7 @@ class Ngrams:
 
 
 class NgramDrafting:
-    """Of one request."""
+    """Drafting of one request."""
 
     def __init__(self, source: Ngrams, request: DraftRequest) -> None:
         self.source, self.request = source, request
@@ -95,7 +95,7 @@ class Likeliest(Ngrams):
 
 
 class LikeliestDrafting(NgramDrafting):
-    """Of one request."""
+    """Drafting of one request."""
 
     def __init__(self, source: Likeliest, request: DraftRequest) -> None:
         super().__init__(source, request)
@@ -131,8 +131,8 @@ class Knows:
     """Knows what will come, and hides it: beside a longer path that is wrong, and among siblings that are.
 
     Attributes:
-        answers: of each prompt, the tokens that will come.
-        right, wrong: levels of what comes, and of the longer path.
+        answers: for each prompt, the tokens that will come.
+        right, wrong: levels that come, and levels of the longer path.
         vocab: tokens that there are.
     """
 
@@ -172,7 +172,7 @@ class Knows:
 
 @dataclass
 class Says:
-    """Proposes what a function says, whatever that is."""
+    """Proposes the result of a function, whatever it is."""
 
     says: Callable[[int, int], Any]
     name: str = "says"

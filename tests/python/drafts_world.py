@@ -33,7 +33,7 @@ class Seen:
 
     request: int
     tokens: list[int]  # before the round; the last one is the root
-    depth: int  # of the deepest node that can still be used
+    depth: int  # depth of the deepest node that can still be used
     tree: Tree
     path: list[int]
     drawn: list[int]
@@ -54,8 +54,8 @@ class Watched:
     """An engine whose rounds are kept."""
 
     llm: LLM
-    tokens: dict[int, list[int]] = field(default_factory=dict)  # of each request, so far
-    prompts: dict[int, int] = field(default_factory=dict)  # their lengths
+    tokens: dict[int, list[int]] = field(default_factory=dict)  # tokens of each request so far
+    prompts: dict[int, int] = field(default_factory=dict)  # lengths of the prompts
     most: dict[int, int] = field(default_factory=dict)  # tokens at its end
     rounds: list[Seen] = field(default_factory=list)
     cached: dict[int, int] = field(default_factory=dict)  # prompt tokens from the prefix cache

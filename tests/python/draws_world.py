@@ -1,4 +1,4 @@
-"""What tests of sampling's bans and of log-probabilities share, on the host and on a GPU."""
+"""Parts that tests of sampling's bans and of log-probabilities share, on the host and on a GPU."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from specrs.engine.request.draws import Draws
 
 
 def told(error: NonFiniteError | None) -> Any:
-    """What an error says, but whose it is."""
+    """Return the content of an error without its request."""
     return None if error is None else (error.what, error.value, error.position, error.index)
 
 
 def seen(outputs: list[RequestOutput]) -> list[Any]:
-    """What must not depend on how tokens were found: tokens, and every log-probability to the bit."""
+    """Return what must not depend on how tokens were found: tokens, and every log-probability to the bit."""
     return [
         (o.index, o.token_ids, o.text, o.finish_reason, told(o.error), o.logprobs, o.prompt_logprobs,
          o.cumulative_logprob)
@@ -42,7 +42,7 @@ class Mute:
 
 
 def cuts_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From now on, the walks of which a request kept less: how many draws of each stood."""
+    """Record, from now on, the walks of which a request kept less: how many draws of each stood."""
     cuts: list[int] = []
     standing = Draws.standing
 
@@ -57,7 +57,7 @@ def cuts_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def words_of(llm: LLM, monkeypatch: pytest.MonkeyPatch, words: list[list[int]]) -> None:
-    """Bad words by their tokens, of a model without a tokenizer."""
+    """Set bad words by their tokens, for a model without a tokenizer."""
     monkeypatch.setattr(llm, "tokenizer", Mute())
     monkeypatch.setattr(llm, "_spellings", lambda params: words if params.bad_words else [])
 

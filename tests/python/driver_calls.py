@@ -24,7 +24,7 @@ DRIVER, RUNTIME = 1, 2  # CUPTI_CB_DOMAIN_DRIVER_API, CUPTI_CB_DOMAIN_RUNTIME_AP
 ENTER, EXIT = 0, 1  # CUPTI_API_ENTER, CUPTI_API_EXIT
 NAMES = ("libcupti.so.13", "libcupti.so.12", "libcupti.so")
 
-# What lets the host wait for the device: every copy that is not asynchronous, and memory that is given back.
+# Calls that let the host wait for the device: every copy that is not asynchronous, and memory that is given back.
 WAITS = re.compile(
     r"cu(Stream|Ctx|Event)Synchronize|cuMemcpy(?!.*Async).*|cuMemFree(Host)?"
     r"|cuda(Stream|Device|Event|Thread)Synchronize|cudaMemcpy(?!.*Async).*|cudaFree(Host)?"
@@ -44,9 +44,10 @@ class DriverCalls:
     """Calls by their names without version, such as ``cuMemcpyDtoH``.
 
     Attributes:
-        calls: of the driver.
-        runtime: of the runtime.
-        synchronisations: those of both that let the host wait; of one in another the inner one, which is the driver's.
+        calls: calls of the driver.
+        runtime: calls of the runtime.
+        synchronisations: calls of both that let the host wait; if one is made within another, the inner one, which is
+            the driver's.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -55,8 +56,8 @@ class DriverCalls:
 
     def add(self, events: Iterable[Event]) -> None:
         """Count what was seen, in the order of each thread."""
-        waits: Counter[int] = Counter()  # of the driver, by thread
-        within: dict[int, list[int]] = {}  # by thread, of each runtime call under way the waits before it
+        waits: Counter[int] = Counter()  # waits of the driver, by thread
+        within: dict[int, list[int]] = {}  # by thread, the waits before each runtime call under way
         for thread, domain, site, function in events:
             name = VARIANT.sub("", function)
             wait = WAITS.fullmatch(name) is not None
@@ -86,7 +87,7 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint3
 
 
 def _places() -> Iterator[str]:
-    yield from NAMES  # what the process has, or the loader finds
+    yield from NAMES  # names that the process has, or the loader finds
     roots = [Path(p) / "nvidia" for p in sys.path if p]
     folders = [f for root in roots for f in (root / "cu13" / "lib", root / "cuda_cupti" / "lib")]
     folders += [Path("/usr/local/cuda") / f for f in ("extras/CUPTI/lib64", "lib64")]
@@ -96,7 +97,7 @@ def _places() -> Iterator[str]:
 
 
 def load() -> ctypes.CDLL:
-    """CUPTI. Raises CuptiError with what was tried."""
+    """Load CUPTI. Raises CuptiError with what was tried."""
     tried = []
     for place in _places():
         try:

@@ -28,7 +28,7 @@ def requests(count: int, seed: int, vocab: int = VOCAB, **common: Any) -> tuple[
 
 
 def plain(pair: Pair, prompts: list[list[int]], params: list[SamplingParams], **options: Any) -> list[list[int]]:
-    """One by one, without drafts, prefix cache or chunks."""
+    """Run the requests one by one, without drafts, prefix cache or chunks."""
     llm = LLM(pair.target, speculative=False, max_batch=1, prefix_cache=False, **options)
     return [llm.generate([p], [s])[0].token_ids for p, s in zip(prompts, params, strict=True)]
 

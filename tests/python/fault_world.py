@@ -21,14 +21,14 @@ TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}a: {% endif %}"
 )
-NAME = "tiny"  # of the model, for requests
+NAME = "tiny"  # name of the model, for requests
 
 
 class Process:
     """``specrs serve`` as a user starts it.
 
     Attributes:
-        port: that it listens at.
+        port: port at which the server listens.
         url: without a path.
     """
 
@@ -47,14 +47,14 @@ class Process:
         began = time.monotonic()
         while not (found := re.search(r"^listening on http://127\.0\.0\.1:(\d+)$", self.errors(), re.M)):
             if self.process.poll() is not None or time.monotonic() - began > limit:
-                self.process.send_signal(signal.SIGABRT)  # it says what it was at
+                self.process.send_signal(signal.SIGABRT)  # makes it say where it was
                 raise AssertionError(f"no server ({self.process.wait()}):\n{self.errors()}")
             time.sleep(0.02)
         self.port = int(found[1])
         self.url = f"http://127.0.0.1:{self.port}"
 
     def errors(self) -> str:
-        """What it wrote on stderr so far."""
+        """Return what the server wrote on stderr so far."""
         return self.stderr.read_text(errors="replace")
 
     def memory(self) -> int:
@@ -105,8 +105,8 @@ async def hosted(llm: LLM, limits: dict[str, Any] | None = None, **config: Any) 
 
     Args:
         llm: the test's again afterwards.
-        limits: of `AsyncLLM`.
-        config: of `ServeConfig`.
+        limits: options of `AsyncLLM`.
+        config: fields of `ServeConfig`.
     """
     from specrs.serve import ServeConfig, server
     from specrs.serve.process import listener
@@ -133,12 +133,12 @@ async def hosted(llm: LLM, limits: dict[str, Any] | None = None, **config: Any) 
 
 
 def run(work: Callable[[], Coroutine[Any, Any, Any]], limit: float = 240.0) -> Any:
-    """In a fresh loop; one that hangs fails."""
+    """Run in a fresh loop; work that hangs fails."""
     return asyncio.run(asyncio.wait_for(work(), limit))
 
 
 async def idle(engine: AsyncLLM, limit: float = 20.0) -> float:
-    """Wait until the engine has nothing to do; seconds that it took."""
+    """Wait until the engine has nothing to do; returns the seconds that it took."""
     began = time.monotonic()
     while (stats := engine.stats()).submitted or stats.engine.running or stats.engine.waiting:
         assert time.monotonic() - began < limit, f"still at work after {limit} s: {stats}"
@@ -147,7 +147,7 @@ async def idle(engine: AsyncLLM, limit: float = 20.0) -> float:
 
 
 async def clean(engine: AsyncLLM) -> None:
-    """No page, no sequence, no lease is anybody's."""
+    """Check that no page, no sequence and no lease has an owner."""
     audit = await engine.audit()
     assert audit["sequences"] == audit["leased_sequences"] == audit["held_pages"] == 0, audit
 

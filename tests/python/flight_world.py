@@ -86,7 +86,7 @@ class Seat:
 
 @dataclass(eq=False)
 class Found:
-    """What a round tells the host; ``logits`` and ``features`` are device memory."""
+    """Results of a round for the host; ``logits`` and ``features`` are device memory."""
 
     lens: list[int]
     depths: list[int]
@@ -108,9 +108,9 @@ class Run:
     """The device's state of a flight.
 
     Attributes:
-        levels: of drafts, for all of its rounds.
-        follow: whether features are kept.
-        needs_sync: whether the host has to read its first round before anything is launched behind it.
+        levels: levels of drafts, for all of its rounds.
+        follow: true if features are kept.
+        needs_sync: true if the host has to read its first round before anything is launched behind it.
         given: trees of the host, which its only round unites with its drafts.
     """
 
@@ -221,7 +221,7 @@ class Round:
 
 @dataclass
 class Told:
-    """What the device is told to do, and what it did."""
+    """Records what the device is told to do, and what it did."""
 
     level: Level = "round"
     fails: Callable[[str], None] = lambda _: None
@@ -240,7 +240,7 @@ class Device(HostExecutor):
     told = Told()
 
     def __init__(self, target: Any, head: Any, config: Any, geometry: core.Geometry, pool: core.Pool) -> None:
-        self.roots: dict[int, Root] = {}  # by row
+        self.roots: dict[int, Root] = {}  # keyed by row
         self._pool = pool
         # Pages of one token are permuted in the host's table when a round is collected: a GPU has a table of its own.
         self.drafts_ahead = geometry.shape.topk == 1 or geometry.page_size > 1
@@ -268,7 +268,7 @@ class Device(HostExecutor):
         return self._slots[number % SLOTS]
 
     def holds(self, number: int) -> bool:
-        """Whether the features of a round are still there."""
+        """Return whether the features of a round are still there."""
         return number == self._next - 1
 
     def holds_logits(self, number: int) -> bool:
@@ -330,7 +330,7 @@ class Device(HostExecutor):
             return 0
         if self.told.level == "round":
             return 1
-        # How a loop ended is known; a round alone has not been waited for.
+        # The end of a loop is known; a round alone has not been waited for.
         return 0 if verified.loop and self.slot(verified.number).ended else LOOP
 
     def launch(self, verified: Any, rounds: int) -> Any:
@@ -367,7 +367,7 @@ class Device(HostExecutor):
     # -- the device's side: nothing of a request is read -----------------------------------------------------------
 
     def _overwrite(self, features: bool = True) -> None:
-        """Another pass runs over the memory of the last round."""
+        """Run another pass over the memory of the last round."""
         if self._next and (last := self._slots.get((self._next - 1) % SLOTS)) is not None:
             last.logits.fill_(torch.nan)
             if features and last.features is not None:
@@ -482,7 +482,7 @@ class Device(HostExecutor):
             if seat.drafts:
                 self.roots[seat.seq.row] = Root(logits[i].clone(), hidden[i].clone())
         for seat, path, new in zip(seats, paths, drawn, strict=True):
-            if seat.drafts and len(new) < len(path):  # what the head makes of a seat with NaN
+            if seat.drafts and len(new) < len(path):  # the head makes this of a seat with NaN
                 nothing = drafts._no_root
                 self.roots[seat.seq.row] = Root(nothing.logits * torch.nan, nothing.hidden * torch.nan)
 
@@ -527,7 +527,7 @@ class DeviceDrafts(HostDrafts):
 
 
 def scored(trees: core.TreeBatch) -> list[Scored]:
-    """Each tree of a batch."""
+    """Return each tree of a batch with its scores."""
     arrays = [from_dlpack(a) for a in (trees.tokens, trees.parents, trees.scores)]
     each = [torch.split(a, trees.sizes) for a in arrays]
     return [Scored(t.tolist(), p.tolist(), s.tolist()) for t, p, s in zip(*each, strict=True)]

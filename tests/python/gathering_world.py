@@ -38,8 +38,8 @@ class Text:
 
     Attributes:
         prompt_len: tokens that are there from the beginning.
-        tokens: that are there.
-        all: and those that will come.
+        tokens: tokens that are there.
+        all: all tokens, with those that will come.
     """
 
     request_id: int
@@ -77,7 +77,7 @@ class Foretells:
     """A source that knows what will come, and says what a function makes of it.
 
     Attributes:
-        says: of the tokens that will come, and the number of nodes that there may be, the proposal.
+        says: a function that returns the proposal, from the tokens that will come and the most nodes that it may have.
         beginning, asking: seconds.
         asked: position in the output of each time.
     """
@@ -108,8 +108,8 @@ class World:
     """One engine's gathering.
 
     Attributes:
-        banks: of greedy requests, of those that sample at a low temperature, and at a high one.
-        rounds, drafted: that it has run, and those with drafts.
+        banks: banks of greedy requests, of those that sample at a low temperature, and at a high one.
+        rounds, drafted: number of rounds that it has run, and of those with drafts.
     """
 
     clock: Clock

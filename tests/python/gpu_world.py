@@ -1,4 +1,4 @@
-"""What the tests of kernels share: tensors between canaries, poisoned outputs, a noisy neighbour."""
+"""Parts that the tests of kernels share: tensors between canaries, poisoned outputs, a noisy neighbour."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ SUMS = 'start: term ("+" term)*\nterm: NUMBER | "(" start ")"\nNUMBER: /[0-9]{1,
 
 
 def fits(wanted: StructuredOutputs, text: str) -> bool:
-    """Whether a whole text is what was asked for, by others than the core."""
+    """Return whether a whole text has the form that was asked for, by other means than the core."""
     import re
 
     if wanted.start_after is not None:
@@ -110,11 +110,11 @@ def asked(seed: int, count: int, **common: Any) -> list[SamplingParams]:
 
 
 def seen(output: RequestOutput) -> Any:
-    """What must not depend on how tokens were found."""
+    """Return what must not depend on how tokens were found."""
     why = None if output.error is None else (type(output.error), str(output.error).split(": ", 1)[1])
     return (output.token_ids, output.text, output.finish_reason, output.stop_reason, why, output.logprobs)
 
 
 def plainly(llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams]) -> list[Any]:
-    """One by one, by an engine that does not draft."""
+    """Run the requests one by one, by an engine that does not draft."""
     return [seen(llm.generate([p], [s], on_error="return")[0]) for p, s in zip(prompts, params, strict=True)]

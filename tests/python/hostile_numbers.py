@@ -59,7 +59,7 @@ class World:
 
 
 WORLDS: list[World] = []
-"""Those of the calls at hand: a lease that nobody holds is rolled back."""
+"""Worlds of the calls at hand: a lease that nobody holds is rolled back."""
 
 
 PASSES = ([1, 4], [1.0, 2.0], 1.0)

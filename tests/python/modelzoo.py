@@ -52,7 +52,7 @@ def target_config(architecture: str = "LlamaForCausalLM", **overrides: Any) -> d
     }
     if FAMILIES[architecture].act_key != "hidden_act":
         config[FAMILIES[architecture].act_key] = config.pop("hidden_act")
-    if architecture.startswith(("Phi3", "SmolLM3")):  # whose own default is beyond this vocabulary
+    if architecture.startswith(("Phi3", "SmolLM3")):  # their own default is beyond this vocabulary
         config["pad_token_id"] = 0
     if architecture == "MistralForCausalLM":
         config["sliding_window"] = None
@@ -80,7 +80,7 @@ def write_target(
     config = ModelConfig.from_dict(raw)
     write_json(directory / "config.json", raw)
     weights = random_weights(LlamaModel.shapes(config), seed, dtype)
-    if offset := config.block.norm_offset:  # what is added to them brings norms near 1
+    if offset := config.block.norm_offset:  # the offset brings norms near 1
         weights |= {name: weight - offset for name, weight in weights.items() if name.endswith("norm.weight")}
     write_weights(directory, weights, shards)
     if tokenizer:

@@ -42,7 +42,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Round:
-    """What a round must have come to."""
+    """The expected results of a round."""
 
     tree: Tree
     path: list[int]  # accepted nodes, the root first
@@ -51,7 +51,7 @@ class Round:
 
 
 class Layers:
-    """What target and head have in common: norms, rotary attention, feed-forward."""
+    """The parts that target and head have in common: norms, rotary attention, feed-forward."""
 
     def __init__(self, directory: Path, kv_dtype: torch.dtype | None) -> None:
         self.config: dict[str, Any] = json.loads((directory / "config.json").read_text())
@@ -66,7 +66,7 @@ class Layers:
         return functional.rms_norm(x, x.shape[-1:], self.w[f"{name}.weight"], self.config["rms_norm_eps"])
 
     def stored(self, x: torch.Tensor) -> torch.Tensor:
-        """As the KV cache holds it."""
+        """Return values as the KV cache holds them."""
         return x if self.kv_dtype is None else x.float().to(self.kv_dtype).double()
 
     def attend(self, name: str, x: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
@@ -202,7 +202,7 @@ class Reference:
         for position, token in (following or {}).items():
             inputs[position] = token
         positions = list(range(length))
-        sees: dict[int, set[int]] = {length - 1: set()}  # of the last row and the draft rows: what draft rows they see
+        sees: dict[int, set[int]] = {length - 1: set()}  # draft rows that the last row and the draft rows see
         gaps = [float("inf")]
 
         def states() -> tuple[torch.Tensor, torch.Tensor]:
@@ -219,7 +219,7 @@ class Reference:
         logprobs, hidden = states()
         candidates = children(logprobs[-1], -1, 1, 0.0)
         beams = list(range(topk))
-        row_of: dict[int, int] = {-1: length - 1}  # of a candidate that was expanded
+        row_of: dict[int, int] = {-1: length - 1}  # row of a candidate that was expanded
         lanes: list[list[int]] = [[] for _ in range(topk)]
         for level in range(2, levels + 1):
             own = [len(inputs) + b for b in range(topk)]

@@ -1,4 +1,4 @@
-"""What `cuda/tree_unite.cu` does, in plain Python."""
+"""The function of `cuda/tree_unite.cu`, in plain Python."""
 
 from __future__ import annotations
 

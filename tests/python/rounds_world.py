@@ -11,7 +11,7 @@ from specrs.engine import Round
 def streamed(
     llm: LLM, prompts: list[list[int]], params: list[SamplingParams]
 ) -> tuple[dict[int, list[StreamEvent]], list[RequestOutput]]:
-    """Of one batch: events and outputs by request, in order."""
+    """Return events and outputs of one batch by request, in order."""
     ids = [llm.add(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
     events: dict[int, list[StreamEvent]] = {i: [] for i in range(len(ids))}
     while llm.unfinished:
@@ -21,7 +21,7 @@ def streamed(
 
 
 def check(events: list[StreamEvent], output: RequestOutput, prompt: list[int]) -> list[Round]:
-    """That rounds say what output and events say; they."""
+    """Check that rounds agree with output and events; returns the rounds."""
     rounds = [one for event in events for one in event.rounds]
     assert len(rounds) == output.rounds
     lengths = [0] * len(output.accepted_lengths)

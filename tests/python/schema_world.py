@@ -81,7 +81,7 @@ def vocabulary() -> GrammarVocabulary:
 
 
 def accepts(grammar: Grammar, text: str) -> bool:
-    """Whether a whole text is one of the grammar's."""
+    """Return whether a whole text is one of the grammar's."""
     try:
         grammar.start([END]).commit([*text.encode(), END])
     except GrammarFailedError:
@@ -177,7 +177,7 @@ def _array(rng: random.Random, depth: int) -> dict[str, Any]:
 
 def _joined(rng: random.Random, depth: int) -> dict[str, Any]:
     keyword = rng.choice(["anyOf", "allOf", "allOf", "oneOf"])
-    if keyword == "allOf":  # of one kind, so that something is left
+    if keyword == "allOf":  # schemas of one kind, so that something is left
         made = rng.choice([_number, _string, _object, _array])
         return {
             "allOf": [
@@ -421,7 +421,7 @@ _VALIDATORS = [_validator(re.ASCII), _validator(0)]
 
 
 def takes(schema: Any, value: Any) -> bool:
-    """Whether a schema takes a value, whichever way its patterns are read."""
+    """Return whether a schema takes a value, by either reading of its patterns."""
     return all(v(schema).is_valid(value) for v in _VALIDATORS)
 
 

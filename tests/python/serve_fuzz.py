@@ -92,7 +92,7 @@ def odd(rng: random.Random, depth: int = 0) -> Any:
 
 
 def encode(value: Any) -> str:
-    """As JSON, with `Raw` as it is."""
+    """Return a value as JSON, with `Raw` as it is."""
     if isinstance(value, Raw):
         return value.text
     if isinstance(value, dict):
@@ -114,7 +114,7 @@ def body(rng: random.Random) -> tuple[str, bytes]:
             del value[rng.choice(list(value))]
         else:
             damaged(rng, value)
-    # What runs is short: the fuzz is of the server, not of the model.
+    # Requests that run are short: the fuzz is of the server, not of the model.
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of"):
         if isinstance(value.get(name), (int, float)) and not isinstance(value[name], bool) and 4 < value[name] < 2**40:
             value[name] = 4

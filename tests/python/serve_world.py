@@ -107,7 +107,7 @@ class Running:
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """Of a whole stream."""
+    """Return the events of a whole stream."""
     blocks = [block for block in text.split("\n\n") if block and not block.startswith(":")]
     assert blocks and blocks[-1] == "data: [DONE]" and all(block.startswith("data: ") for block in blocks)
     return [json.loads(block.removeprefix("data: ")) for block in blocks[:-1]]

@@ -1,4 +1,4 @@
-"""What the parsers of tool calls must say of a whole text, written without them: by `json`, by searches.
+"""Results that the parsers of tool calls must give for a whole text, found without them: by `json`, by searches.
 
 A text begins like JSON where something behind it makes JSON of it; that is tried, not parsed.
 """
@@ -25,7 +25,7 @@ _TAILS = ("", "0", '"', '""', '"":0', '":0', ":0", '0"', '00"', '000"', '0000"',
 
 
 def begins(text: str) -> bool:
-    """Whether an object may begin so."""
+    """Return whether an object may begin so."""
     bare = re.sub(r'"(?:[^"\\]|\\.)*(?:"|\\?$)', "", text, flags=re.S)  # without strings
     closers = ""
     for c in bare:
@@ -94,7 +94,7 @@ def envelope(text: str, start: int, tools: Sequence[str]) -> tuple[Call, int]:
         raise Broken(start)
     far = start + longest(text[start:])
     name: str | None = None
-    args: tuple[int, int] | None = None  # where they stand; (0, 0) for null
+    args: tuple[int, int] | None = None  # place of the arguments; (0, 0) for null
     at = skip(text, start + 1)
 
     def told(end: int) -> Call | None:
@@ -154,9 +154,9 @@ class Whole:
     def __init__(self, text: str, tools: Sequence[str]) -> None:
         self.text, self.tools = text, tools
         self.content, self.calls = "", list[Call]()
-        self.since = 0  # where content goes on
+        self.since = 0  # place where content goes on
         self.solid = 0  # up to where it is content, white space too
-        self.behind = False  # nothing but what is dropped stands between `since` and a complete call
+        self.behind = False  # true if only dropped text stands between `since` and a complete call
 
     def called(self, call: Call, mark: int, end: int) -> None:
         """A call whose mark stands there."""
@@ -301,7 +301,7 @@ def _named(text: str, at: int, tools: Sequence[str]) -> tuple[Call, int]:
 
 
 def _common(rest: str) -> int:
-    """How far a text goes on like what may stand behind a name."""
+    """Return how far a text goes on like what may stand behind a name."""
     best = 0
     for n in range(1, len(rest) + 1):
         head = rest[:n]

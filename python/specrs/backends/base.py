@@ -1,4 +1,4 @@
-"""An attention backend states what it can do as class attributes, and has the two calls that do it.
+"""Attention backends: each states what it can do in class attributes, and has the two calls that do it.
 
 A backend names a metadata format of the planner; the planner then writes that format's arrays, and the backend computes
 attention from the arrays and the KV pool alone. Its capabilities decide, before a model is read, which trees, pages and
@@ -46,10 +46,10 @@ class Step:
     """One pass of a batch, as a backend is told of it.
 
     Attributes:
-        phase: what the pass is for; causal in ``"extend"``, by mask or by expanded rows in ``"verify"``.
+        phase: purpose of the pass; attention is causal in ``"extend"``, by mask or by expanded rows in ``"verify"``.
         page_size: P, tokens per page of the pool; slot s is position ``s % P`` of page ``s // P``.
-        expand_page_size: of format ``"flash_attention"`` where a second pass expands the queries' own keys: tokens per
-            page of its table, P or 1 (the pool viewed by slot); ``None`` where there is no second pass.
+        expand_page_size: tokens per page, P or 1 (the pool viewed by slot), of the table for the second pass that
+            expands the queries' own keys in format ``"flash_attention"``; ``None`` where there is no second pass.
         queries: Q, rows of q, dead ones of a padded plan included; a row that no array names gives 0.
         arrays: the format's arrays by name, as `Plan.arrays` gives them: CPU tensors in the plan's memory, to be read.
     """
@@ -65,47 +65,50 @@ class AttentionBackend:
     """A kernel family that an engine keeps as its attention. Subclasses declare what they can do, and do it."""
 
     name: ClassVar[str]
-    """What users call it."""
+    """Name by which users choose the backend."""
 
     format: ClassVar[Format]
     """The planner's format whose arrays it reads."""
 
     reads: ClassVar[str] = "its format's arrays"
-    """What it reads of them, for people."""
+    """The arrays that the backend reads, in words for people."""
 
     topk_above_1: ClassVar[bool] = False
-    """Whether a draft step may have more than one branch (K > 1)."""
+    """True if a draft step may have more than one branch (K > 1)."""
 
     page_size_above_1: ClassVar[bool] = False
-    """Whether pages may hold more than one token (P > 1)."""
+    """True if pages may hold more than one token (P > 1)."""
 
     draft_attention: ClassVar[Mapping[Layout, Sequence[DraftAttention]]] = MappingProxyType({"dense": ("lane",)})
-    """For each draft layout that it can read where K > 1 and P > 1 (with K = 1 or P = 1 the layouts coincide), what a
-    branch can attend to; the first is the default. The first layout is the default too."""
+    """Draft layouts that the backend can read where K > 1 and P > 1, each with the kinds of attention that a branch can
+    have in it. The first layout is the default, and so is the first kind of each. With K = 1 or P = 1 the layouts
+    coincide."""
 
     kv_dtypes: ClassVar[Sequence[KvDtype]] = ("float32",)
     """Element types of the KV pool that it reads."""
 
     needs_cpu_seq_lens: ClassVar[bool] = True
-    """Whether a pass needs the requests' lengths on the host. False: lengths may live on the device only."""
+    """True if a pass needs the requests' lengths on the host. False: lengths may live on the device only."""
 
     recurrent_state: ClassVar[bool] = False
-    """Whether it can take a rejected branch back out of a recurrent (Mamba-like) state. None here can."""
+    """True if the backend can take a rejected branch back out of a recurrent (Mamba-like) state. No backend here
+    can."""
 
     mask: ClassVar[MaskForm] = "both"
     """Form of the verify mask that it reads, in a format that has both forms."""
 
     def prepare(self, step: Step) -> Any:
-        """Once a pass: whatever `attend` needs of the metadata. Nothing else of the pass is told later."""
+        """Prepare a pass: return whatever `attend` needs of the metadata. Called once a pass; nothing else of the pass
+        is told later."""
         raise NotImplementedError(f"{type(self).__name__}.prepare")
 
     def attend(
         self, prepared: Any, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Once a layer: softmax attention of rotated queries over a layer of the pool.
+        """Compute softmax attention of rotated queries over a layer of the pool. Called once a layer.
 
         Args:
-            prepared: what `prepare` returned for this pass.
+            prepared: the value that `prepare` returned for this pass.
             keys, values: the pool's [num_slots, kv_heads, head_dim], f32 or bf16; the pass's own KV is in it already.
             q: f32 [Q, heads, head_dim]; consecutive groups of heads share a KV head.
             scale: factor on the scores.
@@ -118,7 +121,7 @@ class AttentionBackend:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a backend declares, read once and checked; the fields are those of `AttentionBackend`."""
+    """Declarations of a backend, read once and checked; the fields are those of `AttentionBackend`."""
 
     name: str
     format: Format
@@ -136,7 +139,8 @@ class Capabilities:
         """Read a backend, which need not be an `AttentionBackend`: a flag that it lacks has the base class's value.
 
         Raises:
-            ConfigError: no known format, or a flag of another type, with its value and what it may be.
+            ConfigError: the format is unknown, or a flag has a wrong type; the message has its value and the values
+                that are allowed.
         """
         name = getattr(backend, "name", None) or type(backend).__name__
 
@@ -156,7 +160,7 @@ class Capabilities:
 
         if not isinstance(name, str):
             raise ConfigError(f"attention backend: name = {name!r}: must be a string")
-        native = getattr(backend, "format", None) == "native"  # its kernels take plans themselves
+        native = getattr(backend, "format", None) == "native"  # the kernels of "native" take plans themselves
         for method in ("prepare", "attend"):
             call = getattr(backend, method, None)
             missing = not native and getattr(call, "__func__", None) is getattr(AttentionBackend, method)

@@ -32,7 +32,7 @@ class FlashInfer(AttentionBackend):
     page_size_above_1 = True
     draft_attention = MappingProxyType({"dense": ("ancestors", "lane"), "holey": ("ancestors", "lane")})
     kv_dtypes = ("float32", "bfloat16")
-    needs_cpu_seq_lens = True  # its plan() schedules on the host
+    needs_cpu_seq_lens = True  # FlashInfer's plan() schedules on the host
 
     def __init__(self, mask: Literal["bool", "packed"] = "packed") -> None:
         if mask not in ("bool", "packed"):
@@ -45,7 +45,8 @@ class FlashInfer(AttentionBackend):
         arrays = step.arrays
         indptr = arrays["kv_indptr"].long()
         first, count = gather.rows_of(arrays.get("qo_indptr"), indptr.numel() - 1)
-        # As the kernel counts keys: whole pages but for the last, whose length is stated; pages have one token.
+        # The kernel counts keys in whole pages, except for the last page, whose length is stated. Here a page has one
+        # token.
         pages = indptr.diff()
         last = arrays.get("kv_last_page_len")
         lens = pages if last is None else (pages - 1 + last.long()).masked_fill_(pages == 0, 0)

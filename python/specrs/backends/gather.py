@@ -45,7 +45,7 @@ def groups(
     causal: bool = False,
     mask: torch.Tensor | None = None,
 ) -> list[Group]:
-    """What `attend` runs over, cut so that padding stays bounded.
+    """The groups of queries that `attend` runs over, cut so that padding stays bounded.
 
     Args:
         first, count: int64 [S], the rows of q that belong to each sequence.
@@ -125,7 +125,7 @@ def _mix(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     if bool(mixed.isfinite().all()):
         return mixed
     sound = v.isfinite()
-    met = (weights != 0.0).double() @ (~sound).double()  # how many bad values each result has weighed
+    met = (weights != 0.0).double() @ (~sound).double()  # number of bad values that each result has weighed
     return (weights @ v.masked_fill(~sound, 0.0)).masked_fill_(met > 0.0, torch.nan)
 
 
@@ -167,7 +167,7 @@ def cells(starts: torch.Tensor, count: torch.Tensor, lens: torch.Tensor) -> torc
 
 
 def take(flat: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """``flat[at]``; zeros where flat is empty, and so nothing that is taken is live."""
+    """Return ``flat[at]``, or zeros if flat is empty, where nothing that is taken is live."""
     return flat[at] if flat.numel() else flat.new_zeros(at.shape)
 
 

@@ -1,4 +1,4 @@
-"""Which rounds exist, as data: where each backend runs, at which graph levels, and whether rounds may be gpu-only.
+"""The kinds of rounds, as data: where each backend runs, at which graph levels, and whether rounds may be gpu-only.
 
 K, P, draft layouts and what a branch attends to are the backends' own declarations (`AttentionBackend`); `MATRIX` has a
 row for each device that a backend runs on. `specrs.backends.resolve` reads both. A combination that is in no row is
@@ -32,7 +32,7 @@ GraphLevel = Literal["off", "round", "loop"]
 
 DEVICES: tuple[Device, ...] = get_args(Device)
 GRAPH_LEVELS: tuple[GraphLevel, ...] = get_args(GraphLevel)
-"""From the least to the most in one launch."""
+"""Graph levels, from the least to the most in one launch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +40,10 @@ class Row:
     """A backend on a device.
 
     Attributes:
-        backend: whose declarations hold there.
-        device: where its kernels run.
+        backend: the backend whose declarations hold there.
+        device: the device where its kernels run.
         graphs: levels that its rounds may have, the default first.
-        device_plans: whether the device makes its plans, so that no length has to be on the host.
+        device_plans: true if the device makes its plans, so that no length has to be on the host.
     """
 
     backend: type[AttentionBackend]
@@ -53,7 +53,7 @@ class Row:
 
     @property
     def lengths(self) -> str:
-        """Why the host has the lengths in every round; empty where it need not."""
+        """The reason why the host has the lengths in every round; empty where it need not have them."""
         return "" if self.device_plans else f"on {self.device!r} the host makes the plans, and has every length"
 
 
@@ -80,10 +80,11 @@ def row_of(capabilities: Capabilities, device: Device) -> Row | None:
 
 
 def on_device(backend: object, device: Device) -> AttentionBackend | None:
-    """The backend as it is on a device: specrs's own has kernels of its own for each. ``None``: it does not run there.
+    """Return the backend as it is on a device (specrs's own has kernels of its own for each), or ``None`` where it does
+    not run there.
 
     Raises:
-        ConfigError: the backend declares a flag that means nothing.
+        ConfigError: the backend declares a flag that has no meaning.
     """
     row = row_of(Capabilities.of(backend), device)
     if row is None:
@@ -93,12 +94,12 @@ def on_device(backend: object, device: Device) -> AttentionBackend | None:
 
 
 def why_not_gpu_only(capabilities: Capabilities, device: Device, recurrent_state: bool) -> str | None:
-    """Why rounds cannot be gpu-only; ``None`` where they can.
+    """Return the reason why rounds cannot be gpu-only, or ``None`` where they can.
 
     Args:
-        capabilities: of the backend; `needs_cpu_seq_lens` of all backends of the engine.
-        device: that the backend has a row for.
-        recurrent_state: whether the model has some.
+        capabilities: the backend's declarations, with the `needs_cpu_seq_lens` of all backends of the engine.
+        device: a device for which the backend has a row.
+        recurrent_state: true if the model has recurrent state.
     """
     row = row_of(capabilities, device)
     if row is None or row.lengths:

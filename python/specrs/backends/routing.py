@@ -28,19 +28,19 @@ _MAX_NAMED = 3  # alternatives on the same backend in a message; the error carri
 
 @dataclass(frozen=True, kw_only=True)
 class Combination:
-    """What is asked of a backend.
+    """A combination of features that is asked of a backend.
 
     Attributes:
         topk: K of the tree; ``None`` where no tree is asked for, which leaves the engine free to draft chains.
         page_size: P, tokens per page.
-        layout: of the draft region; ``None`` for the backend's first that can do the rest.
-        draft_attention: what a branch attends to; ``None`` for the layout's first.
-        recurrent_state: whether the model has recurrent (Mamba-like) state.
+        layout: layout of the draft region; ``None`` for the backend's first that can do the rest.
+        draft_attention: the tokens that a branch attends to; ``None`` for the layout's first kind.
+        recurrent_state: true if the model has recurrent (Mamba-like) state.
         kv_dtype: element type of the KV pool.
-        device: where the model computes.
-        graphs: how much of a round is one launch; ``None`` for the device's default.
-        gpu_only: whether rounds must (or must not) run on lengths that the device alone knows; ``None`` for what there
-            is.
+        device: the device where the model computes.
+        graphs: the part of a round that is one launch; ``None`` for the device's default.
+        gpu_only: true if rounds must run on lengths that the device alone knows, false if they must not; ``None`` for
+            what there is.
     """
 
     topk: int | None = None
@@ -55,7 +55,7 @@ class Combination:
 
     @property
     def holes(self) -> bool:
-        """Whether the layouts differ: K > 1 and P > 1."""
+        """True if the layouts differ: K > 1 and P > 1."""
         return (self.topk or 1) > 1 and self.page_size > 1
 
     def __str__(self) -> str:
@@ -68,13 +68,13 @@ class Resolved:
     """A combination that a backend can run, every choice made.
 
     Attributes:
-        capabilities: of the backend.
-        speculate: whether the model may be drafted for; ``False`` where recurrent state routes it to plain decoding.
-        layout: in force: ``"holey"`` only where it differs from ``"dense"``.
-        draft_attention: in force.
-        needs_cpu_seq_lens: whether passes need the lengths on the host.
+        capabilities: declarations of the backend.
+        speculate: true if the model may be drafted for; ``False`` where recurrent state routes it to plain decoding.
+        layout: layout in force: ``"holey"`` only where it differs from ``"dense"``.
+        draft_attention: draft attention in force.
+        needs_cpu_seq_lens: true if passes need the lengths on the host.
         graphs: level in force.
-        gpu_only: whether rounds may run on lengths that the device alone knows, ahead of the host.
+        gpu_only: true if rounds may run on lengths that the device alone knows, ahead of the host.
     """
 
     capabilities: Capabilities
@@ -88,7 +88,7 @@ class Resolved:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """What would work in place of a refused combination: a backend's name, a combination, and what changed."""
+    """A replacement for a refused combination: a backend's name, a combination that works, and what changed."""
 
     backend: str
     combination: Combination
@@ -96,7 +96,7 @@ class Alternative:
 
 
 class UnsupportedCombinationError(ConfigError):
-    """A backend is asked for what it cannot do.
+    """A backend was asked for something that it cannot do.
 
     Attributes: `backend` (its name), `combination`, `why`, `alternatives` (each accepted by `resolve`; nearest first).
     """
@@ -115,7 +115,7 @@ class UnsupportedCombinationError(ConfigError):
 
 
 def check(capabilities: Capabilities, asked: Combination) -> str | None:
-    """Why a backend cannot run a combination; ``None`` where it can."""
+    """Return the reason why a backend cannot run a combination, or ``None`` where it can."""
     name, tree = capabilities.name, (asked.topk or 1) > 1
     row = row_of(capabilities, asked.device)
     if row is None:
@@ -151,13 +151,13 @@ def resolve(
 
     Args:
         backend: an `AttentionBackend`, or an object with its methods; specrs's own stands for itself on either device.
-        asked: what is asked of it.
+        asked: the combination that is wanted.
         others: backends that a refusal may recommend instead.
         slots: the engine's further backends, such as the draft's own; ``None`` is an empty slot.
 
     Raises:
-        UnsupportedCombinationError: with the combination, the reason and what would work.
-        ConfigError: the backend declares a flag that means nothing, or a value asked for is none that there is.
+        UnsupportedCombinationError: the message has the combination, the reason, and a combination that would work.
+        ConfigError: the backend declares a flag that has no meaning, or a wanted value does not exist.
     """
     _check_values(asked)
     needed = needs_cpu_seq_lens(slots)
@@ -195,7 +195,7 @@ def resolve(
 
 
 def needs_cpu_seq_lens(backends: Iterable[object | None]) -> bool:
-    """Whether any backend of an engine's slots needs the lengths on the host.
+    """Return whether any backend of an engine's slots needs the lengths on the host.
 
     A slot may be empty, as that of a draft backend before there is a draft; it needs nothing. A backend that does not
     say gets the lengths: what it would do without them is unknown (sglang PR 26738, where both were dereferenced).
@@ -204,8 +204,8 @@ def needs_cpu_seq_lens(backends: Iterable[object | None]) -> bool:
 
 
 def _layouts(capabilities: Capabilities, asked: Combination) -> dict[Layout, tuple[DraftAttention, ...]]:
-    """The layouts that come into question, each with its modes. Where they coincide, slots and pages do too, and what
-    a backend can do in either, it can do."""
+    """Return the layouts that can be considered, each with its modes. Where layouts coincide, slots and pages do too,
+    so a backend can do in one what it can do in the other."""
     layouts = dict(capabilities.draft_attention)
     if not asked.holes:
         modes = dict.fromkeys(mode for modes in layouts.values() for mode in modes)
@@ -234,7 +234,8 @@ def _check_values(asked: Combination) -> None:
 def _alternatives(
     capabilities: Capabilities, asked: Combination, others: Iterable[Capabilities]
 ) -> Iterator[Alternative]:
-    """Accepted combinations near a refused one: fewest changes first, then other backends as it is."""
+    """Yield accepted combinations near a refused one: first those with the fewest changes, then other backends for the
+    same combination."""
     at = GRAPH_LEVELS.index(asked.graphs or "off")
     nowhere = row_of(capabilities, asked.device) is None
     changes: dict[str, list[Any]] = {

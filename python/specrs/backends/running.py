@@ -20,13 +20,13 @@ class PlanAttention:
         attention(cache, 0, plan, q, out, scale)
 
     Args:
-        backend: whose format the plan is made in.
+        backend: the backend whose format the plan is made in.
     """
 
     def __init__(self, backend: AttentionBackend) -> None:
         self.backend = backend
         self.capabilities = Capabilities.of(backend)  # some of which a backend that is no `AttentionBackend` may lack
-        self._prepared: tuple[Plan, Any] | None = None  # of the pass at hand, for all of its layers
+        self._prepared: tuple[Plan, Any] | None = None  # pass at hand, for all of its layers
 
     def __call__(
         self,
@@ -78,7 +78,7 @@ class PlanAttention:
 
 
 def _kind(value: Any) -> str:
-    """A tensor in all that `attend` must give, or what is none."""
+    """Return the kind of a value for a message: shape, dtype and device of a tensor, else its type."""
     import torch
 
     if not isinstance(value, torch.Tensor):

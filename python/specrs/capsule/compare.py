@@ -15,7 +15,7 @@ from specrs.capsule.schema import Capsule
 
 
 class Options(TypedDict, total=False):
-    """What all comparisons take: a format, draft layout and draft attention other than the recorded ones."""
+    """Options of all comparisons: a format, draft layout and draft attention other than the recorded ones."""
 
     format: Format | None
     layout: Layout | None
@@ -29,7 +29,7 @@ class Result:
     Attributes:
         runs: the two.
         found: the comparison.
-        across: whether they are of two formats, so that only what formats share was compared.
+        across: true if the runs are of two formats, so that only the arrays that both formats share were compared.
     """
 
     runs: tuple[Run, Run]
@@ -38,7 +38,7 @@ class Result:
 
     @property
     def equal(self) -> bool:
-        """Whether the runs agree, to the end."""
+        """True if the runs agree, to the end."""
         return self.found.first is None and all(run.guard is None for run in self.runs)
 
     def to_json(self) -> dict[str, Any]:
@@ -115,13 +115,13 @@ def replay_reverted(capsule: Capsule, reverts: Sequence[int], **options: Any) ->
 
 
 def replay_device(capsule: Capsule, name: str, **options: Any) -> Result:
-    """The host's run, and the run in which a GPU decides (`specrs.capsule.on_device`).
+    """Compare the host's run with the run in which a GPU decides (`specrs.capsule.on_device`).
 
     Args:
         name: ``cuda`` or ``cuda:N``.
 
     Raises:
-        CudaError: there is no such GPU, or no kernels for it, and why.
+        CudaError: no such GPU, or no kernels for it; the message says why.
     """
     from specrs.capsule.on_device import find, replay_on
 
@@ -142,7 +142,7 @@ def replay_against(capsule: Capsule, other: Capsule, **options: Any) -> Result:
 
 
 def replay_formats(capsule: Capsule, **options: Any) -> Result:
-    """Native against another format; of native, the kernels against their plain references.
+    """Compare native with another format; if the capsule is native, compare the kernels with their plain references.
 
     Native has the dense layout alone; a holey round is compared with native's dense one, where the drafts' slots
     differ and what is attended to does not.

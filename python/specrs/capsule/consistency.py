@@ -65,7 +65,8 @@ def _check_tables(c: Fields) -> None:
 
 
 def _check_sharing(c: Fields) -> None:
-    """Requests of the batch share leading full pages alone; whatever else owns a page owns a full committed one."""
+    """Check that requests of the batch share only leading full pages, and that any other owner of a page owns a full
+    committed one."""
     p = c.shape.page_size
     batch = {r.owner for r in c.rows}
     holders: dict[int, tuple[int, int]] = {}  # page -> (request, column)
@@ -76,7 +77,7 @@ def _check_sharing(c: Fields) -> None:
                 continue
             other, at = holders[page]
             q = c.rows[other]
-            # By induction a page that is shared stands behind pages that are.
+            # By induction, the pages before a shared page are shared too.
             leading = at == col and r.pages[max(col - 1, 0)] == q.pages[max(col - 1, 0)]
             if not leading or (col + 1) * p > min(r.committed, q.committed):
                 why = f"rows[{other}].pages[{at}] is it too; only equal beginnings of full committed pages are shared"

@@ -84,7 +84,7 @@ def unpack(data: bytes) -> dict[str, Any]:
 
 
 class _Count:
-    """What a body holds, counted in its text: none of these characters is in a string of a capsule."""
+    """Counts of a body's parts, taken from its text: none of the counted characters is in a string of a capsule."""
 
     def __init__(self) -> None:
         self._counts = [0, 0, 0]
@@ -93,7 +93,8 @@ class _Count:
         """Count a piece.
 
         Raises:
-            CapsuleError: more than a limit, or what is not ASCII, which takes up to four times its bytes as text.
+            CapsuleError: the body has more than a limit allows, or characters outside ASCII, which take up to four
+                times their bytes as text.
         """
         if not piece.isascii():
             raise CapsuleError("body", "not readable as JSON: a capsule is ASCII")
@@ -130,7 +131,7 @@ def _first_line(data: bytes) -> tuple[int, int]:
 
 
 def _decompress(body: memoryview, raw_len: int) -> str:
-    """The text of a body; no more of it than what is allowed is ever in memory."""
+    """Return the text of a body, without ever holding more of it in memory than is allowed."""
     stream, count, raw = zlib.decompressobj(), _Count(), bytearray()
     try:
         for at in range(0, len(body), _PIECE):

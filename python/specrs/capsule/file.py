@@ -20,16 +20,17 @@ def loads(data: bytes) -> Capsule:
     """The capsule in the bytes of a file.
 
     Raises:
-        CapsuleError: what is wrong, and where.
+        CapsuleError: the data is no valid capsule; the message says what is wrong, and where.
     """
     return Capsule.from_json(unpack(data))
 
 
 def save(capsule: Capsule, path: str | os.PathLike[str]) -> None:
-    """Write a file, whole or not at all; into what is no regular file (a pipe, a device) as it comes.
+    """Write a file, whole or not at all; a path that is no regular file (a pipe, a device) is written as the data
+    comes.
 
     Raises:
-        OSError: the file cannot be written; nothing is left of it.
+        OSError: the file cannot be written; no part of it is left.
     """
     data = dumps(capsule)
     target = Path(os.path.realpath(path))  # behind links, which stay what they are
@@ -49,7 +50,7 @@ def load(path: str | os.PathLike[str]) -> Capsule:
     """Read a file.
 
     Raises:
-        CapsuleError: what is wrong, and where, with the path.
+        CapsuleError: the file is no valid capsule; the message says what is wrong, and where, with the path.
         OSError: the file cannot be opened.
     """
     with open(path, "rb") as f:

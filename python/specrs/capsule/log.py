@@ -25,14 +25,14 @@ class Segment:
     """The writes to one array in one phase.
 
     Attributes:
-        phase: such as ``"draft step 1"``.
-        array: its name.
+        phase: the phase of the round, such as ``"draft step 1"``.
+        array: the array's name.
         shape: sizes; values beyond the last one written are left out.
         values: the elements, flat.
-        written: which of them were written.
+        written: the elements that were written.
         owner: an element's flat index -> whose it is.
-        show: a value -> text, with what is known of it.
-        across: whether runs in different formats have this array alike.
+        show: a function from a value to text, with what is known of the value.
+        across: true if runs in different formats have this array alike.
         tolerance: largest difference that counts as equal across formats; within one, bits are compared.
     """
 
@@ -48,7 +48,7 @@ class Segment:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What pairs it with its like of another run."""
+        """The key that pairs the segment with its like of another run."""
         return self.phase, self.array
 
     @property
@@ -65,7 +65,7 @@ class Segment:
         return (at // columns, *(int(i) for i in rest))
 
     def widened(self, columns: int) -> Segment:
-        """The same table with rows of `columns` columns, those that it lacks not written."""
+        """Return the same table with rows of `columns` columns; added columns count as not written."""
         own = self.shape[1]
         rows = -(-len(self.values) // own)
 
@@ -93,10 +93,10 @@ class Guard:
     """The check that ended a run.
 
     Attributes:
-        phase: in which it did.
-        error: its message.
+        phase: the phase in which the guard refused.
+        error: the error's message.
         kind: class and kind of the error.
-        array, have: of a capacity that did not suffice, the array and its elements.
+        array, have: the array whose capacity did not suffice, and the elements that it has.
     """
 
     phase: str
@@ -120,13 +120,13 @@ class Guard:
 
 @dataclass
 class Run:
-    """What one replay wrote.
+    """The writes of one replay.
 
     Attributes:
-        name: what was run, such as ``"triton with 27338 reverted"``.
-        segments: its writes, in order.
-        guard: what refused to go on; None where the round was completed.
-        notes: what a reader should know of it.
+        name: the name of the run, such as ``"triton with 27338 reverted"``.
+        segments: the run's writes, in order.
+        guard: the guard that refused to go on; None where the round was completed.
+        notes: remarks on the run for its reader.
     """
 
     name: str
@@ -140,9 +140,9 @@ class Divergence:
     """The first write that two runs do not have alike.
 
     Attributes:
-        phase, array, index: where.
-        owner: whose element it is.
-        values: of both runs, None where one did not write it.
+        phase, array, index: place of the element.
+        owner: the owner of the element.
+        values: the values of both runs, None where one did not write it.
         shown: the values as text.
     """
 
@@ -160,9 +160,10 @@ class Comparison:
 
     Attributes:
         first: the first divergence; None where the runs agree.
-        beyond: where a guard refused the second run for want of room in an array, the first write of the first run
-            that has no room there: what an unguarded write would have put behind the array.
-        arrays, writes: how many arrays agreed as a whole, and writes one by one, before it.
+        beyond: if a guard refused the second run for want of room in an array, the first write of the first run that
+            has no room there: what an unguarded write would have put behind the array.
+        arrays, writes: number of arrays that agreed as a whole, and of single writes that agreed, before the
+            divergence.
         skipped: arrays that only one of two formats has.
         largest: the largest difference seen within a tolerance.
     """

@@ -1,4 +1,4 @@
-"""Whose an element of an array is: requests, branches, steps, positions, and the owners of pages."""
+"""Names of the owners of elements of arrays: requests, branches, steps, positions, and the owners of pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Owner = Callable[[int], str]
 
 @dataclass(frozen=True)
 class Query:
-    """One query of a phase: its request (None for padding) and what it is called."""
+    """One query of a phase: its request (None for padding) and its name."""
 
     request: int | None
     name: str
@@ -24,7 +24,7 @@ class Names:
 
     Args:
         capsule: the round.
-        pages: of each request under the lease.
+        pages: pages of each request under the lease.
     """
 
     def __init__(self, capsule: Capsule, pages: Sequence[Sequence[int]]) -> None:
@@ -71,7 +71,7 @@ class Names:
         return self._padded(live, pad)
 
     def draft_slots(self, bits: int) -> list[str]:
-        """The draft slots in a mask, in the order in which lists have them."""
+        """Return the names of the draft slots in a mask, in the order in which lists have them."""
         steps = self._c.shape.steps
         slots = range(self._c.shape.topk * steps)
         return [f"branch {slot // steps}, step {slot % steps}" for slot in slots if bits >> slot & 1]
@@ -102,7 +102,8 @@ class Names:
         return lambda at: queries[at // width].name if at // width < len(queries) else f"behind query {len(queries)}"
 
     def of_requests(self, requests: Sequence[int]) -> Owner:
-        """Owners of an array with an element a request; `requests` are those of the batch that the phase has."""
+        """Return the owners of an array with an element a request; `requests` are those of the batch that the phase
+        has."""
         return lambda at: self.request(requests[at]) if at < len(requests) else f"request {at} (padding)"
 
     def of_starts(self, rows: Sequence[str]) -> Owner:

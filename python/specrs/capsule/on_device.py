@@ -43,7 +43,7 @@ def find(name: str) -> torch.device:
     """The GPU of that name, ``cuda`` or ``cuda:N``, with kernels loaded.
 
     Raises:
-        CudaError: there is none, and why.
+        CudaError: no such GPU; the message says why.
     """
     if (why := device.cuda_unavailable_reason()) is not None:
         raise CudaError(f"device = {name!r}: {why}")
@@ -65,11 +65,11 @@ def replay_on(
     layout: Layout | None = None,
     mode: DraftAttention | None = None,
 ) -> tuple[Run, tuple[str, ...]]:
-    """What a replay writes where `cuda` decides; and the arrays of a host's run that it does not have.
+    """Return the writes of a replay where `cuda` decides, and the arrays of a host's run that it does not have.
 
     Args:
-        cuda: of `find`.
-        others: as for `specrs.capsule.replay.replay`.
+        cuda: the device, from `find`.
+        others: the same as in `specrs.capsule.replay.replay`.
 
     Raises:
         ConfigError: a round that the device's kernels do not take, with the limit; else as `replay`.
@@ -81,18 +81,18 @@ def replay_on(
 
 
 class _Stopped(Exception):
-    """A guard ended the run; it is in the log."""
+    """A guard ended the run; the log has it."""
 
 
 class OnDevice(Replay):
-    """One replay on a GPU, after `on`."""
+    """Replays a round on a GPU, once `on` has named it."""
 
     def on(self, cuda: torch.device) -> None:
         """Decide on this device."""
         self.cuda = cuda
         self.log.name = f"{self.log.name} on {cuda}"
         self.left_out: tuple[str, ...] = ()
-        self._faults = device.faults(cuda)  # its own: an engine on this device keeps what it has
+        self._faults = device.faults(cuda)  # this replay's own record: an engine on this device keeps its own
         self._stream = self._faults.on(torch.cuda.current_stream(cuda).cuda_stream)
         self._mirror: core._DeviceTable | None = None
 
@@ -158,7 +158,8 @@ class OnDevice(Replay):
         return audited
 
     def _unbounded(self, phase: Phase) -> bool:
-        """Whether static buffers of the phase would be too large: arrays are then as large as the plan has them."""
+        """Return whether static buffers of the phase would be too large: arrays are then as large as the plan has
+        them."""
         return self.format != "native" and static_bytes(self.planner, phase, self.padded) > MAX_BYTES
 
     def _array_sizes(self, phase: Phase, make: Make, queries: int) -> dict[str, dict[str, Any]]:
@@ -301,7 +302,7 @@ class OnDevice(Replay):
     # -- what they share ------------------------------------------------------------------------------------------
 
     def _i32(self, values: Sequence[int], size: int, fill: int) -> torch.Tensor:
-        """On the device, padded."""
+        """Return an int32 tensor on the device, padded."""
         padded = [*values, *[fill] * (size - len(values))]
         return torch.tensor(padded, dtype=torch.int32).to(self.cuda)
 
@@ -338,7 +339,7 @@ class Candidates:
     Attributes:
         scores: float32 [B, N]; -inf for candidates that were neither expanded nor chosen.
         tokens, parents: int32 [B, N]; a parent is a candidate, -1 for the root.
-        depths: of each tree.
+        depths: depths of each tree.
     """
 
     scores: npt.NDArray[np.float32]
@@ -348,7 +349,7 @@ class Candidates:
 
     @classmethod
     def of(cls, c: Capsule) -> Candidates:
-        """Those of a speculative round.
+        """The candidates of a speculative round.
 
         Raises:
             ValueError: a tree that these candidates cannot give, and why.

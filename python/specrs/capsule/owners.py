@@ -1,4 +1,4 @@
-"""Whose an element of each array of each format is."""
+"""Names of the owners of each element, for each array of each format."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class ArrayNames:
     """Owners of the arrays of one pass.
 
     Args:
-        names: of the round.
+        names: names of the round.
         capsule: the round.
-        phase: of the pass.
-        queries: of the pass, padding included.
-        requests: of the batch that the pass has, in order.
+        phase: phase of the pass.
+        queries: queries of the pass, padding included.
+        requests: requests of the batch that the pass has, in order.
         counts: queries of each.
-        seen: of a draft step, the draft slots that each query attends, in the order of its list, by name.
+        seen: in a draft step, the names of the draft slots that each query attends to, in the order of its list.
     """
 
     def __init__(

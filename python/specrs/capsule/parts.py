@@ -25,7 +25,8 @@ class Shape:
     layout: Layout
 
     def geometry(self, layout: Layout | None = None, reverts: Sequence[int] = ()) -> Geometry:
-        """The geometry, in another draft layout or with faults put back; the environment has no say in it."""
+        """Return the geometry, perhaps in another draft layout or with faults put back; the environment does not change
+        it."""
         tree = TreeShape(self.topk, self.steps, self.draft_tokens)
         limits = self.max_batch, self.max_context_len, self.page_size
         return Geometry(*limits, tree, layout or self.layout, reverts=list(reverts))
@@ -45,10 +46,10 @@ class Row:
     """One request under the round's lease.
 
     Attributes:
-        row, generation: of its sequence.
+        row, generation: row and generation of the request's sequence.
         committed: L, positions whose KV is valid.
         reserved: positions that the round asked pages for.
-        seed: of its sampler.
+        seed: seed of the request's sampler.
         pages: page of each P positions, ``ceil(reserved / P)`` of them.
     """
 
@@ -61,7 +62,7 @@ class Row:
 
     @property
     def owner(self) -> str:
-        """Its name in the pool's ledger."""
+        """Name of the sequence in the pool's ledger."""
         return f"sequence {self.row}.{self.generation}"
 
 
@@ -71,7 +72,7 @@ class DraftStep:
 
     Attributes:
         tokens: ids in the target's vocabulary.
-        parents: row of the step before that a beam continues; of step 0 the request.
+        parents: row of the step before that a beam continues; in step 0 the request.
         scores: cumulative log-probabilities, float32 exactly.
         ancestors: bit ``b * S + s`` is beam b of step s: the beam's true ancestors and itself.
     """
@@ -105,17 +106,17 @@ class Fields:
     """The fields of `specrs.capsule.Capsule`.
 
     Attributes:
-        round: which round of its recording it was, from 1.
+        round: number of the round in its recording, from 1.
         kind: ``"speculative"``, or ``"plain"`` where each request decoded its root alone, without drafts.
-        format: of the attention backend that the engine ran.
-        draft_attention: what a draft branch attended to.
+        format: format of the attention backend that the engine ran.
+        draft_attention: the tokens that a draft branch attended to.
         shape, pool: sizes.
         rows: the batch.
         others: (page, owner) for each owner of a page that is not a sequence of the batch, by page.
         steps: the forwards of the draft model, in order.
-        trees: of each request.
+        trees: trees of each request.
         paths: accepted nodes of each request, the root first.
-        kept: how many of them count (a stop string or a limit may end a request inside its path).
+        kept: number of path tokens that count (a stop string or a limit may end a request inside its path).
         extend: the draft model's pass at the end of the round; without the requests that ended.
     """
 

@@ -18,7 +18,7 @@ from specrs.capsule.schema import Capsule
 
 
 class Recorded(Protocol):
-    """What a recorder reads of a request of the engine."""
+    """The fields of an engine's request that a recorder reads."""
 
     @property
     def seq(self) -> PoolSequence: ...
@@ -48,7 +48,7 @@ class RoundRecorder:
         """The recorded round."""
 
     def reserved(self, reqs: Sequence[Recorded], positions: Sequence[int], speculative: bool) -> None:
-        """The round has its lease: `positions` are those that it asked for."""
+        """Note that the round has its lease, for `positions` that it asked for."""
         self._open = None
         if self.capsule is not None or self.rounds + 1 != self._wanted:
             return

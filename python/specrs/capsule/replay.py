@@ -63,13 +63,13 @@ def replay(
     mode: DraftAttention | None = None,
     reference: bool = False,
 ) -> Run:
-    """What one replay writes.
+    """Replay a capsule on the host, and return all that it writes.
 
     Args:
         capsule: the round.
-        format: of the metadata; None: the recorded one.
+        format: format of the metadata; None: the recorded one.
         reverts: ids of historical faults to put back; a guard that fires ends the run and is in it.
-        layout, mode: another draft layout or draft attention than the recorded one. Where the recorded pool has too
+        layout, mode: a draft layout or draft attention in place of the recorded one. Where the recorded pool has too
             few free pages for the layout, it gets more.
         reference: native attention by the plain reference kernel.
 
@@ -82,15 +82,15 @@ def replay(
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a pass is planned from.
+    """Inputs that a pass is planned from.
 
     Attributes:
-        step: of a draft.
-        requests: of the capsule, in the order of the pass.
-        starts: positions before the pass's own, of each.
+        step: the step of a draft.
+        requests: requests of the capsule, in the order of the pass.
+        starts: positions before the pass's own, for each request.
         counts: queries of each.
-        parents: of verify, all trees' behind one another.
-        beams: of a draft step, ancestor bits int64 [requests * K, words]; None where it attends to lanes.
+        parents: parents of the nodes in verify, all trees' behind one another.
+        beams: ancestor bits of a draft step, int64 [requests * K, words]; None where beams attend to lanes.
         pad: requests and queries that the plan is padded to.
     """
 
@@ -106,7 +106,7 @@ class Inputs:
 class Replay:
     """One replay on the host; `on_device` takes plans, trees and accepted paths from a GPU instead.
 
-    Args: as `replay`.
+    Args: the same as in `replay`.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class Replay:
         self._log_trees([(list(t.tokens), list(t.parents), list(t.scores)) for t in self.c.trees])
 
     def _accept(self, trees: core.TreeBatch, logits: torch.Tensor) -> core.Accepts:
-        """What greedy verification accepts by `logits`, which lead along the recorded paths."""
+        """Return what greedy verification accepts by `logits`, which lead along the recorded paths."""
         accepts = core.verify(trees, logits, [core.Sampler(logits.shape[1], [0]) for _ in self.c.rows], self.lens)
         self._log_accepted(accepts.paths, accepts.tokens)
         return accepts
@@ -320,7 +320,7 @@ class Replay:
         self._attend(plan, cache, queries, numbers)
 
     def _sizes(self, phase: Phase, step: int | None) -> None:
-        """As on the path where lengths live on the device only, which has no host lengths to read."""
+        """Log the sizes that the planner gives where lengths live on the device only, without a length on the host."""
         at_most = max(self.lens)
         sizes = self.planner.sizes(phase, DeviceLens(len(self.lens), at_most), step)
         rows = list(sizes)
@@ -344,7 +344,7 @@ class Replay:
             except SpecrsError as e:
                 refused = e
             copies.append(static.bytes(byte))
-        # Arrays of a refused plan, too: they were written until then.
+        # The arrays of a refused plan are logged too: they were written until then.
         self._log_arrays(static.images(copies), plans[-1] if plans else None, who)
         if refused is not None:
             raise refused
@@ -441,7 +441,7 @@ class Replay:
         self._log("lengths", lengths, self.names.of_requests(range(len(lengths))), across=True)
 
     def _each(self, counts: Sequence[int], what: str) -> Owner:
-        """Owners of lists of so many entries, one a request."""
+        """Return the owners of lists of so many entries, one a request."""
         rows = [self.names.request(i) for i in range(len(counts))]
         return self.names.of_lists([0, *accumulate(counts)], rows, lambda _, entry: f"{what} {entry}")
 
@@ -486,7 +486,7 @@ class Replay:
 
 
 class _KvWrites:
-    """Logs the slots of a KV pool that change within the context; the sink's are nobody's."""
+    """Logs the slots of a KV pool that change within the context; nobody owns the sink's."""
 
     def __init__(self, replay: Replay, cache: int, across: bool) -> None:
         self._replay, self._cache, self._across = replay, cache, across
@@ -532,8 +532,8 @@ def _numbers(queries: Sequence[Query]) -> tuple[np.ndarray[Any, Any], np.ndarray
 
 
 def _verified(c: Capsule) -> tuple[core.TreeBatch, torch.Tensor]:
-    """The recorded trees, and logits by which greedy verification accepts the recorded paths; tokens are node numbers,
-    which is all that placement needs."""
+    """Return the recorded trees, and logits by which greedy verification accepts the recorded paths. Tokens are node
+    numbers: placement needs no more."""
     most = max(len(t.parents) for t in c.trees)
     trees = core.TreeBatch.from_parents(
         [list(t.parents) for t in c.trees], [list(range(len(t.parents))) for t in c.trees]

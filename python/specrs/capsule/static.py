@@ -40,8 +40,8 @@ class Memory:
     """Arrays of given sizes, each between guards.
 
     Args:
-        sizes: of each, its ``shape``, ``dtype`` and ``bytes``, as `Planner.capacities` has them.
-        device: where.
+        sizes: ``shape``, ``dtype`` and ``bytes`` of each array, as `Planner.capacities` has them.
+        device: the device that holds the memory.
     """
 
     def __init__(self, sizes: Mapping[str, Mapping[str, Any]], device: torch.device | None = None) -> None:
@@ -54,8 +54,8 @@ class Memory:
             self.views[name] = view.view(list(size["shape"]))
 
     def fill(self, byte: int, tables: bool = False) -> None:
-        """Overwrite what a plan must write. A table is left as it is but for `tables`: behind the plan's own shape
-        nothing is written that was 0 before. Its cells count as written where they are not 0."""
+        """Overwrite what a plan must write. A table keeps its content except for `tables`: behind the plan's own shape,
+        nothing that was 0 before is written. Cells of a table count as written if they are not 0."""
         for name, backing in self._backing.items():
             if tables or self.views[name].dim() == 1:
                 backing.fill_(byte)
@@ -76,7 +76,7 @@ class Memory:
         return {name: view.cpu().numpy().reshape(-1).copy() for name, view in self.views.items()}
 
     def images(self, copies: list[dict[str, npt.NDArray[Any]]]) -> dict[str, Image]:
-        """What both writes made of each array, cut behind the last element written."""
+        """Return the image of each array that both writes left, cut behind the last element written."""
         out = {}
         for name, view in self.views.items():
             first, second = (c[name] for c in copies)

@@ -1,4 +1,4 @@
-"""Made-up keys, values and queries: each token's are a function of who wrote it and where, and of nothing else.
+"""Makes keys, values and queries up: those of each token are a function of who wrote it and where, and of nothing else.
 
 So two runs that place the same tokens in the same slots have the same pool, bit for bit, and any token found in a pool
 says whose it is (`Tokens.name`): a write is told by what it left in memory, not by what a plan says about it.
@@ -65,7 +65,7 @@ class Tokens:
         return kv[:, 0].contiguous(), kv[:, 1].contiguous()
 
     def name(self, row: Floats) -> str:
-        """Whose token this is: keys and values of a slot as one row."""
+        """Return the name of the token whose keys and values are in the row of a slot."""
         if np.isnan(row).all():
             return _NOBODY
         return self._names.get(row.tobytes(), "a mixture of tokens")
@@ -77,7 +77,7 @@ def queries(*numbers: int | npt.NDArray[np.int64]) -> torch.Tensor:
 
 
 def new_pool(slots: int) -> torch.Tensor:
-    """A KV tensor [1, 2, slots, KV_HEADS, HEAD_DIM] of NaN: nothing written, so that whoever reads it is seen."""
+    """Return a KV tensor [1, 2, slots, KV_HEADS, HEAD_DIM] of NaN: nothing is written, so that any read is seen."""
     return torch.full((1, 2, slots, KV_HEADS, HEAD_DIM), float("nan"))
 
 

@@ -17,10 +17,10 @@ class World:
     """A pool whose batch is under a lease.
 
     Attributes:
-        pool: of the capsule's sizes (the row of a geometry with other reserves is longer or shorter).
-        seqs: of the batch, in rows of the table as recorded.
-        lease: of the batch.
-        pages: what each request has under the lease.
+        pool: a pool of the capsule's sizes (the row of a geometry with other reserves is longer or shorter).
+        seqs: sequences of the batch, in rows of the table as recorded.
+        lease: lease of the batch.
+        pages: pages that each request has under the lease.
         recorded: columns of these that are as recorded.
         columns: columns in all.
     """
@@ -87,7 +87,7 @@ def _wants(c: Capsule, geometry: Geometry) -> list[int]:
 
 
 def _shared_columns(c: Capsule) -> list[int]:
-    """Leading columns of each request up to the last page that somebody outside of the batch owns too."""
+    """Return the leading columns of each request up to the last page that has an owner outside of the batch too."""
     others = {page for page, _ in c.others}
     return [max((col + 1 for col, page in enumerate(r.pages) if page in others), default=0) for r in c.rows]
 

@@ -1,4 +1,4 @@
-"""From a conversation to the text that a chat model continues, by the template that comes with the model.
+"""Makes a conversation into the text that a chat model continues, by the template that comes with the model.
 
     templates = ChatTemplates.of(directory)
     text = templates.render([{"role": "user", "content": "hello"}])

@@ -25,7 +25,7 @@ from specrs.chat.templates import ChatTemplates, Messages
 
 _START = "import sys; sys.path[:] = {path!r}; from specrs.chat.apart import child; child()"
 _STARTS = 60.0  # seconds for Python to begin, on a busy machine
-_KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")  # of the environment: what Python starts with
+_KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")  # the environment that Python starts with
 
 
 def apart(
@@ -37,15 +37,15 @@ def apart(
     where: str = "messages",
     **options: Any,
 ) -> str:
-    """As `ChatTemplates.render`, of a template that nobody vouches for.
+    """Render a conversation as `ChatTemplates.render` does, by a template that nobody vouches for.
 
     Args:
-        templates: of the model, for its special tokens.
+        templates: templates of the model, for its special tokens.
         chat_template: a source; never one of the model's by name.
         options: the others of `ChatTemplates.render`, of plain values alone.
 
     Raises:
-        ChatTemplateError, ChatLimitError: as `ChatTemplates.render`.
+        ChatTemplateError, ChatLimitError: the same errors as of `ChatTemplates.render`.
     """
     limits = limits or RenderLimits()
     if not isinstance(chat_template, str):
@@ -83,7 +83,7 @@ def child() -> None:
     """Render what stands on stdin, as `apart` asks, and print what came of it."""
     asked = json.load(sys.stdin)
     limits = RenderLimits(*asked["limits"])
-    environment()  # what it imports is no cost of the template
+    environment()  # the template does not pay for imports
     with contextlib.suppress(ImportError):
         import jinja2.debug  # noqa: F401  # of errors
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])

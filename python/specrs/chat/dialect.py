@@ -34,7 +34,7 @@ def rendered(source: str, variables: Mapping[str, Any], limits: RenderLimits) ->
         raise
     except _Late:
         raise ChatLimitError(f"chat template: not done after {limits.seconds} seconds") from None
-    except Exception as e:  # of the template, which may do anything that the sandbox allows
+    except Exception as e:  # the template may raise anything that the sandbox allows
         line = getattr(e, "lineno", None)
         said = str(e) or type(e).__name__
         raise ChatTemplateError(f"chat template{'' if line is None else f', line {line}'}: {said}") from e
@@ -81,7 +81,7 @@ def environment() -> jinja2.Environment:
             return _tick()
 
         def clocked(self, tree: nodes.Template) -> nodes.Template:
-            """Every turn of a loop and every macro looks at the clock: a template that prints nothing does too."""
+            """Make every turn of a loop and every macro look at the clock: so does a template that prints nothing."""
             for node in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
                 assert isinstance(node, (nodes.For, nodes.Macro, nodes.CallBlock))
                 node.body.insert(0, nodes.ExprStmt(self.call_method("tick"), lineno=node.lineno))
@@ -90,7 +90,7 @@ def environment() -> jinja2.Environment:
             return tree
 
     class Dict:
-        """`dict`, of which templates reach what makes one, and no attribute of a type."""
+        """The `dict` of templates: it makes a dict, and has no attributes of a type."""
 
         def __call__(self, *args: Any, **named: Any) -> dict[Any, Any]:
             return dict(*args, **named)

@@ -9,7 +9,7 @@ from specrs._specrs import ConfigError
 
 
 class ChatTemplateError(ConfigError):
-    """A conversation that a template cannot render, a template that is none, or no template at all."""
+    """A conversation that a template cannot render, a malformed template, or a missing one."""
 
 
 class ChatLimitError(ChatTemplateError):
@@ -18,11 +18,11 @@ class ChatLimitError(ChatTemplateError):
 
 @dataclass(frozen=True)
 class RenderLimits:
-    """What rendering one conversation may take.
+    """Limits of rendering one conversation.
 
     Attributes:
-        seconds: of wall time, looked at in every turn of a loop, every macro and every piece of text.
-        characters: of the text.
+        seconds: limit of wall time, checked in every turn of a loop, every macro and every piece of text.
+        characters: limit of the text's length.
         memory: bytes of the process that renders a template apart (`specrs.chat.apart`).
 
     Raises:

@@ -16,7 +16,8 @@ _EXTRA, _ADDITIONAL = "extra_special_tokens", "additional_special_tokens"  # the
 
 
 def tokenizer_config(directory: Path) -> dict[str, Any]:
-    """What the files of a directory say of its tokenizer, as transformers puts them together; ``{}`` without files.
+    """Return the tokenizer's configuration from the files of a directory, put together as transformers does; ``{}``
+    without files.
 
     ``special_tokens_map.json`` counts where ``tokenizer_config.json`` has no ``added_tokens_decoder``, and then before
     its other keys. Special tokens without a name are under ``extra_special_tokens``, whatever the file calls them.
@@ -37,8 +38,8 @@ def tokenizer_config(directory: Path) -> dict[str, Any]:
 
 
 def _under_extra(config: dict[str, Any], fill: bool) -> dict[str, Any]:
-    """With ``additional_special_tokens`` renamed, unless the newer name is there too; an empty list under that gives
-    way where it is to ``fill``."""
+    """Return the configuration with ``additional_special_tokens`` under its newer name, unless that is there too; with
+    ``fill``, an empty list under the newer name gives way."""
     free = not config.get(_EXTRA) if fill else _EXTRA not in config
     if free and _ADDITIONAL in config:
         config[_EXTRA] = config.pop(_ADDITIONAL)

@@ -13,10 +13,10 @@ _DEEPEST = 64  # levels of lists and mappings in a message: beyond what an API's
 
 
 def conversations(messages: Any) -> tuple[list[Any], list[str]]:
-    """One conversation, or a list of them, as a list; and what errors call each.
+    """Return one conversation, or a list of conversations, as a list, with the name of each in errors.
 
     Raises:
-        ChatTemplateError: neither.
+        ChatTemplateError: the value is neither.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise ChatTemplateError(f"messages is a {type(messages).__name__}: give a list of messages, or of such lists")
@@ -84,7 +84,7 @@ def schema(tool: Any, where: str) -> Any:
         ) from None
     try:
         return get_json_schema(tool)
-    except Exception as e:  # of type hints and docstrings, in types of its own
+    except Exception as e:  # errors about type hints and docstrings have types of their own
         raise ChatTemplateError(f"{where}: no schema can be made of it: {e}") from e
 
 
@@ -95,8 +95,8 @@ class OpenEnd:
     Attributes:
         mark: a word that stands nowhere else in the conversation; the space behind it in the message tells whether the
             template trims.
-        text: of the message before the mark.
-        where: what errors call the conversation.
+        text: text of the message before the mark.
+        where: name of the conversation in errors.
     """
 
     mark: str
@@ -108,7 +108,7 @@ class OpenEnd:
         """Mark the end of a field of the last message, in place.
 
         Raises:
-            ChatTemplateError: no text there.
+            ChatTemplateError: the field has no text.
         """
         message, mark = chat[-1], "SPECRS_CONTINUES_HERE"
         while mark in repr(chat):
@@ -140,4 +140,4 @@ class OpenEnd:
                 f"{self.where}: the template drops the end of the last message: it cannot be continued"
             )
         kept = text[:at] if text.startswith(f"{self.mark} ", at) else text[:at].rstrip()
-        return kept.replace(f"{self.mark} ", "").replace(self.mark, "")  # of a template that writes the message twice
+        return kept.replace(f"{self.mark} ", "").replace(self.mark, "")  # a template may write the message twice

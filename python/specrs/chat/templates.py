@@ -13,18 +13,19 @@ from specrs.chat.files import TOKENIZER_CONFIG, read_text, tokenizer_config
 from specrs.chat.messages import OpenEnd, conversation, plain_value, schema
 
 Messages = Sequence[Mapping[str, Any]]
-"""A conversation, oldest message first: mappings with ``role``, ``content`` and whatever else the template reads."""
+"""A conversation, oldest message first: mappings with ``role``, ``content`` and other keys that the template reads."""
 
-_OWN = ("messages", "tools", "add_generation_prompt", "chat_template", "continue_final_message")  # not for kwargs
+# Names that kwargs may not have.
+_OWN = ("messages", "tools", "add_generation_prompt", "chat_template", "continue_final_message")
 _LOAD = "give one as chat_template=, or put chat_template.jinja into the model directory"
 
 
 @dataclass(frozen=True)
 class ChatTemplates:
-    """The templates of a model, and what they read of its tokenizer.
+    """The templates of a model, and the facts of its tokenizer that they read.
 
     Attributes:
-        directory: of the model; named in errors.
+        directory: directory of the model; named in errors.
         templates: sources by name; a model with one has it as ``"default"``.
         variables: special tokens by name, such as ``bos_token``.
     """
@@ -35,7 +36,7 @@ class ChatTemplates:
 
     @classmethod
     def of(cls, directory: str | Path) -> ChatTemplates:
-        """Of a Hugging Face model directory.
+        """Read the templates of a Hugging Face model directory.
 
         ``chat_template.jinja`` and ``additional_chat_templates/NAME.jinja`` come first; where there are neither,
         ``tokenizer_config.json`` has a template, or a list of them by name.
@@ -53,15 +54,15 @@ class ChatTemplates:
     def of_config(
         cls, directory: Path, config: Mapping[str, Any], found: Mapping[str, str] | None = None
     ) -> ChatTemplates:
-        """Of what ``tokenizer_config.json`` holds.
+        """Take the templates from the content of ``tokenizer_config.json``.
 
         Args:
-            directory: for errors.
-            config: of the tokenizer.
+            directory: directory that errors name.
+            config: configuration of the tokenizer.
             found: templates by name that come before its own.
 
         Raises:
-            ChatTemplateError: a template that is none.
+            ChatTemplateError: a template is malformed.
         """
         found = dict(found or {})
         if not found and (listed := config.get("chat_template")) is not None:
@@ -81,7 +82,7 @@ class ChatTemplates:
         Args:
             chosen: the name of one of the model's, or a source; ``None``: the model's for tools where there are tools
                 and it has one (``"tool_use"``), else its default.
-            tools: whether there are tools.
+            tools: true if there are tools.
 
         Raises:
             ChatTemplateError: the model has none, or several and no default.
@@ -116,21 +117,21 @@ class ChatTemplates:
         `specrs.chat.apart`.
 
         Args:
-            messages: of plain values, as JSON has them, dataclasses or pydantic models; keys whose value is ``None``
-                are left out. They are not changed.
+            messages: a list of plain values, as JSON has them, dataclasses or pydantic models; keys whose value is
+                ``None`` are left out. The messages are not changed.
             tools: JSON schemas, or functions, from whose signature and docstring transformers makes them.
-            chat_template: as `source` takes it.
+            chat_template: the same as in `source`.
             add_generation_prompt: end with what opens the model's answer.
             continue_final_message: end within the last message instead, so that the model goes on writing it; a text
                 names the field to go on with, ``True`` is ``"content"``.
             chat_template_kwargs: further variables of the template, such as ``enable_thinking`` or ``documents``.
             limits: ``None``: the defaults.
-            where: what errors call ``messages``.
+            where: name of ``messages`` in errors.
 
         Raises:
-            ChatTemplateError: no template, a malformed one, or one that refuses the conversation (roles that do not
-                alternate, say); messages or options that are not as above.
-            ChatLimitError: one of `limits` was reached.
+            ChatTemplateError: there is no template, or it is malformed, or it refuses the conversation (such as roles
+                that do not alternate); messages or options are not as above.
+            ChatLimitError: rendering reached one of `limits`.
         """
         if tools is not None and (isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable)):
             raise ChatTemplateError(f"tools is a {type(tools).__name__}: must be a list of JSON schemas or functions")

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = args.run(args)
         sys.stdout.flush()
-    except BrokenPipeError:  # as of `| head`; what Python still has to write at its end goes nowhere
+    except BrokenPipeError:  # the reader went, as with `| head`; later output goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (SpecrsError, OSError) as e:

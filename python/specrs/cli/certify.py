@@ -1,4 +1,4 @@
-"""``specrs certify``: prove that a configuration cannot write out of bounds, and print what its buffers cost.
+"""``specrs certify``: prove that a configuration cannot write out of bounds, and print the size of its buffers.
 
 The placements of every residue of the committed length are run in both draft layouts, and whole rounds are planned and
 audited: used <= capacity, and no slot written twice. For each format it counts full batches, and writes the arrays of
@@ -87,7 +87,7 @@ def _print_failure(f: dict[str, Any]) -> None:
 
 
 def _warn(reverts: list[int]) -> None:
-    """Say it loudly where the run is one with faults put back."""
+    """Warn loudly if the run has faults put back."""
     for fault in faults():
         if fault["id"] in reverts:
             print(f"!!!!!!  REVERT {fault['id']} IS IN FORCE (SPECRS_DEBUG_REVERT): {fault['reverts']}")
@@ -120,7 +120,7 @@ def _arrays(layout: dict[str, Any], before: dict[str, Any] | None) -> None:
 
 
 def _side_by_side(result: dict[str, Any], steps: int, max_context: int) -> None:
-    """Bytes of each format, layout and phase, and what was proved of them."""
+    """Print the bytes of each format, layout and phase, with the results of their proofs."""
     rows = [("format", "layout", f"draft, {steps} steps", *PHASES[1:], "in all", "sizes", "plans", "slots read", "")]
     for f in result["formats"]:
         for layout in f["layouts"]:

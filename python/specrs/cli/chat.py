@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     """Talk.
 
     Raises:
-        ConfigError: as `specrs.LLM`; a template that cannot be read.
+        ConfigError: the same errors as of `specrs.LLM`; a template that cannot be read.
         ChatTemplateError: the model has no chat template, and none was given.
     """
     from specrs.engine import LLM
@@ -97,9 +97,9 @@ class Chat:
     """One conversation.
 
     Attributes:
-        llm: who answers.
-        params: of each answer.
-        template: of the conversation; ``None``: the model's.
+        llm: the engine that answers.
+        params: sampling parameters of each answer.
+        template: template of the conversation; ``None``: the model's.
         marks: around accepted drafts.
         messages: said so far, answers included.
     """
@@ -123,7 +123,7 @@ class Chat:
 
         Raises:
             ConfigError: the template refuses the conversation, or it fills the context.
-            NonFiniteError, GrammarFailedError: as the output's ``error``.
+            NonFiniteError, GrammarFailedError: the error of the output, as its ``error`` has it.
         """
         before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
@@ -153,7 +153,8 @@ class Chat:
             raise
 
     def _answer(self) -> str:
-        """Stream an answer to stdout, and a line about it to stderr. Control-C ends it, and what has come stays."""
+        """Stream an answer to stdout, and a line about it to stderr. Control-C ends the answer; its text so far
+        stays."""
         prompt = self.llm.chat_prompt(self.messages, chat_template=self.template)
         context = self.llm.config.max_context_len or 0
         params = self.params
@@ -200,7 +201,7 @@ class Lines:
         """The next message, of one line or several; ``None`` at the end.
 
         Raises:
-            ConfigError: what comes is not UTF-8.
+            ConfigError: the input is not UTF-8.
         """
         try:
             line = self._line("> ")
@@ -260,7 +261,7 @@ def _done(chat: Chat, message: str) -> bool:
     """Do what a message or a command asks for; whether to go on.
 
     Raises:
-        ConfigError: no such command; and as `Chat.say`.
+        ConfigError: no such command; and the errors of `Chat.say`.
     """
     if not message.strip():
         return True

@@ -20,13 +20,13 @@ PAIRS = 5
 
 @dataclass
 class Comparison:
-    """What the pairs came to.
+    """Results of the pairs of runs.
 
     Attributes:
         speculative, plain: seconds of each pair's runs.
-        outputs: of the speculative runs.
-        identical: whether every run gave the same tokens.
-        adaptive: whether the cost model decides what is drafted.
+        outputs: outputs of the speculative runs.
+        identical: true if every run gave the same tokens.
+        adaptive: true if the cost model decides what is drafted.
     """
 
     tokens: int
@@ -43,11 +43,11 @@ class Comparison:
 
     @property
     def ratios(self) -> list[float]:
-        """Of each pair, how many times faster the speculative run was; empty where nothing was drafted."""
+        """How many times faster the speculative run of each pair was; empty where nothing was drafted."""
         return [p / s for p, s in zip(self.plain, self.speculative, strict=True)] if self.drafting_runs else []
 
     def line(self) -> str:
-        """For people."""
+        """Return the comparison in a line for people."""
         same = f"tokens {'identical' if self.identical else 'DIFFERENT'}"
         plain = f"plain decoding: {self.tokens / statistics.median(self.plain):.0f} tokens/s"
         runs = len(self.outputs)
@@ -67,7 +67,7 @@ class Comparison:
         )
 
     def record(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the comparison as values for programs."""
         ratios = self.ratios
         return {
             "pairs": len(self.outputs), "drafting_runs": self.drafting_runs,
@@ -104,7 +104,7 @@ def compare(llm: LLM, plain: LLM, prompt: str, output: RequestOutput) -> Compari
 
 
 def why_plain(no_draft: bool, drafters: str | None) -> str:
-    """Why an engine decodes plainly, by what was asked for: ``--no-draft``, ``--drafters``."""
+    """Return the reason why an engine decodes plainly, from the options given: ``--no-draft``, ``--drafters``."""
     if no_draft:
         return "--no-draft decodes plainly"
     if drafters is not None:

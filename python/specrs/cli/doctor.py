@@ -30,14 +30,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line.
+    """One line of the report.
 
     Attributes:
-        section, name: where it belongs, and what was looked at.
-        value: what was found; plain values for JSON.
-        problem: why it does not do; ``None``: it does.
-        remedy: what would.
-        note: what is worth knowing of something that does.
+        section, name: the part of the report that the finding belongs to, and the thing that was looked at.
+        value: the result; plain values for JSON.
+        problem: the reason why the result does not do; ``None``: it does.
+        remedy: the change that would make it do.
+        note: a remark on a result that does.
     """
 
     section: str
@@ -49,7 +49,7 @@ class Finding:
 
 
 def _remedy(error: Exception, usual: str) -> str:
-    """What would work; usual: where the error's kind does not say."""
+    """Return what would work; usual: the remedy where the error's kind does not name one."""
     from specrs.models import DraftMismatchError, HubError, ModelFileError, UnsupportedModelError
 
     if isinstance(error, DeviceMemoryError):
@@ -75,11 +75,12 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
 
     def add(self, section: str, name: str, value: Any, note: str | None = None) -> None:
-        """Something that does."""
+        """Add a finding without a problem."""
         self.findings.append(Finding(section, name, value, note=note))
 
     def check(self, section: str, name: str, work: Callable[[], _T], remedy: str) -> _T | None:
-        """What ``work`` gives; ``None``, and a problem, where it raises. Warnings become notes."""
+        """Return the result of ``work``; ``None``, and a problem among the findings, where it raises. Warnings become
+        notes."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
@@ -93,7 +94,7 @@ class Report:
 
     @property
     def problems(self) -> list[Finding]:
-        """Of all findings."""
+        """The problems among all findings."""
         return [f for f in self.findings if f.problem is not None]
 
 
@@ -153,7 +154,7 @@ def _machine(report: Report) -> None:
 
 
 def _devices(report: Report) -> None:
-    """GPUs; that there is none is a problem of a configuration that wants one."""
+    """Report the GPUs; a missing one is a problem for a configuration that wants a GPU."""
     import torch
 
     from specrs import device
@@ -320,7 +321,7 @@ def _configuration(
         return
     kv = cache_bytes(sizes, sizes.num_layers, c.num_pages + 1, c.page_size, c.kv_dtype)
     if not whole:
-        return  # there is nothing to count
+        return  # nothing to count
     weights = target_bytes(sizes, model, site.place)
     report.add("memory", "weights of the target", weights)
     report.add("memory", "KV pool of the target", kv)

@@ -1,4 +1,4 @@
-"""``specrs generate PROMPT``: stream text with accepted draft tokens marked, and say what speculation was worth.
+"""``specrs generate PROMPT``: stream text with accepted draft tokens marked, and tell the gain from speculation.
 
 With ``--prompts-file`` every line of a file is a prompt, and every output a line of JSON on stdout (docs/options.md).
 

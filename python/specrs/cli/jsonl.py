@@ -41,13 +41,13 @@ class Asked:
     id: Any = None
 
     def told(self) -> dict[str, Any]:
-        """What its outputs begin with."""
+        """Return the fields that the outputs of the line begin with."""
         return {"line": self.line, **({} if self.id is None else {"id": self.id})}
 
 
 @dataclass
 class Totals:
-    """What all lines came to."""
+    """Totals over all lines."""
 
     ended: int = 0
     failed: int = 0
@@ -68,7 +68,7 @@ def read(name: str, args: argparse.Namespace) -> list[Asked]:
     """Every line of a file, or of stdin for ``"-"``; empty lines are left out.
 
     Raises:
-        ConfigError: a line that is none of the above, by its number; a file without prompts.
+        ConfigError: a line that is no prompt, by its number; a file without prompts.
     """
     try:
         text = read_stdin() if name == "-" else Path(name).read_text(encoding="utf-8")
@@ -107,23 +107,24 @@ def _asked(number: int, line: str, args: argparse.Namespace) -> Asked:
 
 
 class _Work:
-    """The lines of a file on an engine, and their outputs, which wait for those of earlier lines."""
+    """Runs the lines of a file on an engine; outputs wait for those of earlier lines."""
 
     def __init__(self, llm: LLM, asked: Sequence[Asked], out: TextIO) -> None:
         self.totals = Totals()
         self._llm, self._out = llm, out
         self._todo, self._order = deque(asked), deque(one.line for one in asked)
-        self._running: dict[int, Asked] = {}  # by request
-        self._parts: dict[int, list[str]] = {}  # by request: outputs, of which more are to come
+        self._running: dict[int, Asked] = {}  # keyed by request
+        self._parts: dict[int, list[str]] = {}  # by request: outputs so far, of which more are to come
         self._done: dict[int, list[str]] = {}  # by line: outputs, none of which is missing
 
     @property
     def ended(self) -> bool:
-        """Whether all is written."""
+        """True if every output is written."""
         return not self._order
 
     def step(self) -> tuple[int, int]:
-        """Begin what there is room for, step the engine, write what has ended. Tokens that came, lines that ended."""
+        """Begin as many lines as there is room for, step the engine, write what has ended. Returns the numbers of
+        tokens that came, and of lines that ended."""
         before, tokens = len(self._order), 0
         while self._todo and len(self._running) < _WAITING * self._llm.config.max_batch:
             self._begin(self._todo.popleft())

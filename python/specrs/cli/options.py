@@ -9,7 +9,7 @@ from specrs._specrs import ConfigError, TreeShape, set_num_threads
 from specrs.engine_options import OPTIONS, EngineOptions, default_of, flags_of, value_of
 from specrs.sampling_params import SamplingParams
 
-_FORMER = ("--topk", "--steps", "--draft-tokens")  # of --tree
+_FORMER = ("--topk", "--steps", "--draft-tokens")  # former options, now parts of --tree
 _MODEL = "Hugging Face directory, org/name or org/name@revision (default: the small model in the package)"
 
 
@@ -63,7 +63,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:
-    """Of `add_engine`: what was given, as `specrs.LLM` takes it.
+    """Return the options that were given to the parser of `add_engine`, as `specrs.LLM` takes them.
 
     Raises:
         ConfigError: a tree that there cannot be.
@@ -122,7 +122,8 @@ _SAMPLING = (
 
 
 def sampling_of(args: argparse.Namespace, **more: Any) -> SamplingParams:
-    """Of `add_sampling`; what was not given is left to the model. more: fields that go before the command line's.
+    """Return the parameters that were given to the parser of `add_sampling`; the model decides the rest. more: fields
+    that go before the command line's.
 
     Raises:
         ConfigError: a value out of range, or no field of `SamplingParams`.
@@ -146,10 +147,10 @@ def tree_of(text: str, nodes: bool = True) -> TreeShape:
 
     Args:
         text: ``"K,S,V"``.
-        nodes: whether V must be given; else it is 1 + K * S where it is not, as far as the tree goes.
+        nodes: true if V must be given; else a V that is not given is 1 + K * S, as far as the tree goes.
 
     Raises:
-        ConfigError: no such numbers, or a tree that there cannot be.
+        ConfigError: the text has no such numbers, or a shape that no tree can have.
     """
     try:
         numbers = [int(part) for part in text.split(",")]

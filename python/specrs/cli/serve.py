@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def config_of(args: argparse.Namespace) -> ServeConfig:
-    """Of the command line, and below it of the environment."""
+    """Return the server's configuration from the command line, and below it from the environment."""
     from specrs.serve import Keys, ServeConfig
 
     config = ServeConfig.from_env()

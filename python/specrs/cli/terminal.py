@@ -1,4 +1,4 @@
-"""What a terminal shows: accepted drafts between marks, colours where they are wanted, a request in a line."""
+"""Texts for a terminal: accepted drafts between marks, colours where they are wanted, a request in a line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _PIPED_WIDTH = 100
 
 
 def wants_color(out: TextIO) -> bool:
-    """Whether to write ANSI colours: on a terminal, unless ``NO_COLOR`` (https://no-color.org) is set or it is dumb."""
+    """Return whether to write ANSI colours: yes on a terminal, unless ``NO_COLOR`` (https://no-color.org) is set or the
+    terminal is dumb."""
     return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -40,7 +41,7 @@ def add_mark(parser: Any) -> None:
 
 
 def marks_of(mark: str, out: TextIO) -> Marks:
-    """What --mark names: what stands before and behind a run of accepted draft tokens."""
+    """Return the marks that --mark names: one before and one behind a run of accepted draft tokens."""
     if mark == "auto":
         mark = "color" if wants_color(out) else "none"
     return {"color": _COLOR, "brackets": _BRACKETS, "none": ("", "")}[mark]
@@ -59,7 +60,8 @@ def marked(pieces: Iterable[tuple[str, bool]], marks: Marks) -> str:
 
 
 def summary(llm: LLM, output: RequestOutput, seconds: float) -> str:
-    """How much came how fast: ``64 tokens, 310 tokens/s, 2.10 tokens a round, finished by length``."""
+    """Return amount and speed of the output in a line: ``64 tokens, 310 tokens/s, 2.10 tokens a round, finished by
+    length``."""
     line = f"{len(output.token_ids)} tokens, {len(output.token_ids) / seconds:.0f} tokens/s"
     if output.rounds and llm.speculative:
         line += f", {output.mean_accepted:.2f} tokens a round"
@@ -71,7 +73,7 @@ def read_stdin() -> str:
     """All of stdin, as UTF-8 wherever it is.
 
     Raises:
-        ConfigError: it is not UTF-8.
+        ConfigError: the input is not UTF-8.
     """
     try:
         return utf8_stdin().read()

@@ -29,7 +29,7 @@ def trace_rounds(llm: LLM, prompt: str, rounds: int) -> list[TreePicture]:
 
 
 def _picture(llm: LLM, trees: core.TreeBatch, accepts: core.Accepts) -> TreePicture:
-    """Of the batch's only request."""
+    """Return the picture of the tree of the batch's only request."""
 
     def text(token: int) -> str:
         return str(token) if llm.tokenizer is None else llm.tokenizer.decode([token], skip_special_tokens=False)

@@ -14,7 +14,8 @@ from specrs.drafters.protocol import DraftRequest
 
 
 class CorpusDrafter:
-    """What followed a request's last tokens in a corpus: documents, code, or answers that are often quoted.
+    """A source of drafts from a corpus of documents, code, or answers that are often quoted: it proposes what followed
+    the request's last tokens there.
 
     The corpus is a file, written once by `CorpusDrafter.build` and mapped into memory: processes that open it share its
     pages. Nothing of a request enters it. While it is open the file must not be changed in place; building another one
@@ -23,11 +24,11 @@ class CorpusDrafter:
     Args:
         path: the file.
         depth: levels below the last token that it proposes at most.
-        verify: read the whole file first, and refuse what was damaged.
-        name: in warnings and counts; two corpora of an engine have different ones.
+        verify: read the whole file first, and refuse a damaged one.
+        name: name of the source in warnings and counts; two corpora of an engine have different names.
 
     Raises:
-        ConfigError: a file that cannot be read, or is no corpus; the path, and what is wrong.
+        ConfigError: the file cannot be read, or is no corpus; the message has the path, and what is wrong.
     """
 
     def __init__(
@@ -46,10 +47,10 @@ class CorpusDrafter:
         and, while it is sorted, 12 in memory. A file that is there is replaced at once, when all is written.
 
         Raises:
-            ConfigError: a document that is no sequence of tokens, or empty, or none at all; a token outside the
-                vocabulary; a file that cannot be written. Nothing is left behind.
+            ConfigError: a document is no sequence of tokens, or empty, or there is none; a token is outside the
+                vocabulary; the file cannot be written. No part of it is left.
         """
-        import torch  # only to hand the tokens over without a copy
+        import torch  # needed only to hand the tokens over without a copy
 
         tokens, ends = array("i"), list[int]()
         for i, document in enumerate(documents):
@@ -86,11 +87,11 @@ class CorpusDrafting:
         return self._live().matched
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """These tokens were committed."""
+        """Take tokens that were committed."""
         self._live().extend(tokens)
 
     def propose(self, nodes: int, depth: int, after: Sequence[int] = ()) -> DraftProposal:
-        """What may follow the text, or the path ``after`` behind it."""
+        """Return a proposal of what may follow the text, or the path ``after`` behind it."""
         return self._live().propose(nodes, depth, after)
 
     def bytes(self) -> int:

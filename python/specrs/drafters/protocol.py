@@ -22,15 +22,15 @@ from specrs._specrs import DraftProposal
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """What a source may know of a request as it begins.
+    """Facts of a request that a source may know as it begins.
 
     Attributes:
         request_id: the engine's, unique while the engine lives.
-        prompt: its tokens.
-        vocab_size: of the target; every token proposed must be below.
-        prediction: tokens that the user expects in the output, in order; it need not follow the prompt.
-        cache_salt: what the operator keys shared state by; requests of different salts may share nothing. ``None``: the
-            request shares nothing with any other.
+        prompt: tokens of the prompt.
+        vocab_size: vocabulary size of the target; every token proposed must be below.
+        prediction: tokens that the user expects in the output, in order; they need not follow the prompt.
+        cache_salt: name by which the operator separates shared state; requests of different salts may share nothing.
+            ``None``: the request shares nothing with any other.
     """
 
     request_id: int
@@ -46,8 +46,8 @@ class Proposal:
 
     Attributes:
         parents: index of each node's parent in this proposal; -1 for a child of the request's last token.
-        tokens: of each node; siblings have different ones.
-        probs: that the node is accepted, given that its parent is; in (0, 1].
+        tokens: token of each node; siblings have different ones.
+        probs: probability of each node that it is accepted, given that its parent is; in (0, 1].
         buckets: class of each node, in 0..63, for calibration: a source's nodes of one bucket are corrected alike (a
             length of match, a rank); ``None``: all are of class 0.
     """
@@ -62,17 +62,17 @@ class Proposal:
 
 
 Drafts: TypeAlias = "Proposal | DraftProposal"
-"""What a source of one's own proposes, or one of the package: the same four lists."""
+"""A proposal of a source, a user's own or one of the package: both hold the same four lists."""
 
 
 class Drafting(Protocol):
     """One request's drafts from one source."""
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """These tokens were committed behind the prompt and what was told before, in order."""
+        """Take tokens that were committed, in order, behind the prompt and the tokens told before."""
 
     def propose(self, nodes: int, depth: int) -> Drafts:
-        """At most so many nodes, none deeper than so many levels below the last token; perhaps none."""
+        """Return at most so many nodes, none deeper than so many levels below the last token; perhaps none."""
 
     def bytes(self) -> int:
         """Memory that it holds."""
@@ -86,13 +86,13 @@ class Observing(Protocol):
     """A `Drafting` that learns from what the target made of a verified tree, accepted or not (token recycling)."""
 
     def observe(self, tokens: Sequence[int], top: Sequence[Sequence[int]]) -> None:
-        """After each of these tokens, nodes of a verified tree, the target's likeliest next tokens were ``top``, the
-        likeliest first, at most 8."""
+        """Learn the target's likeliest next tokens, ``top``, after each of ``tokens``, which are nodes of a verified
+        tree; the likeliest first, at most 8."""
 
 
 @runtime_checkable
 class Holding(Protocol):
-    """A `Drafter` that holds memory of its own, beside that of its draftings: a table that requests share, say."""
+    """A `Drafter` that holds memory of its own, beside that of its draftings, such as a table that requests share."""
 
     def bytes(self) -> int:
         """Memory that it holds."""
@@ -102,8 +102,8 @@ class Drafter(Protocol):
     """A source of drafts; one serves an engine.
 
     Attributes:
-        name: in warnings, and of the sources of a traced tree; no two of an engine have the same, none is ``"head"`` or
-            ``"grammar"``.
+        name: name in warnings, and in the sources of a traced tree; the names of an engine's drafters are different,
+            and none is ``"head"`` or ``"grammar"``.
         depth: levels below a request's last token that it proposes at most, at least 1. The engine reads both once.
     """
 

@@ -10,7 +10,8 @@ from specrs.drafters.protocol import DraftRequest
 
 
 class RecyclingDrafter:
-    """The target's last best tokens after each token (arXiv 2408.08696); it drafts where no text repeats.
+    """A source of drafts from the target's last best tokens after each token (arXiv 2408.08696); it drafts where no
+    text repeats.
 
     A request has a table of its own, unless the operator asks for shared ones. A shared table leaks what other requests
     were told, by timing: it serves requests of one ``cache_salt`` alone, and a request without a salt shares nothing.
@@ -18,7 +19,7 @@ class RecyclingDrafter:
     Args:
         limit: bytes of a table at most; a token that was seen takes about 50.
         depth: levels below the last token that it proposes at most.
-        shared: whether requests of equal ``cache_salt`` share a table.
+        shared: true if requests of equal ``cache_salt`` share a table.
         tables: shared tables that are kept at most; the one whose last request began longest ago goes first.
 
     Raises:
@@ -69,14 +70,15 @@ class RecyclingDrafting:
         table.follow(prompt)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """These tokens were committed: each is the likeliest behind the one before it now."""
+        """Take tokens that were committed: each is now the likeliest behind the token before it."""
         if len(tokens):
             before = [] if self._last is None else [self._last]
             self._live().follow([*before, *tokens])
             self._last = tokens[-1]
 
     def observe(self, tokens: Sequence[int], top: Sequence[Sequence[int]]) -> None:
-        """After each of these tokens, nodes of a verified tree, the target's likeliest next tokens were ``top``."""
+        """Learn the target's likeliest next tokens, ``top``, after each of ``tokens``, which are nodes of a verified
+        tree."""
         self._live().observe(tokens, top)
 
     def propose(self, nodes: int, depth: int) -> DraftProposal:

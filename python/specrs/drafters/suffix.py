@@ -9,15 +9,16 @@ from specrs.drafters.protocol import DraftRequest
 
 
 class SuffixDrafter:
-    """What followed a request's last tokens when they stood in its text before; nothing is shared between requests.
+    """A source of drafts from the request's own text: it proposes what followed the last tokens where they stood
+    before. Requests share nothing.
 
     Args:
-        limit: bytes of a request at most. A token takes about 50, so the default follows over a million; of a
-            longer text the older half is forgotten.
+        limit: most bytes of a request. A token takes about 50, so the default follows over a million tokens; the older
+            half of a longer text is forgotten.
         depth: levels below the last token that it proposes at most.
 
     Raises:
-        ConfigError: a limit that nothing fits in, or that no automaton reaches; the range.
+        ConfigError: a limit in which nothing fits, or which no automaton reaches; the message has the range.
     """
 
     name = "suffix"
@@ -27,7 +28,7 @@ class SuffixDrafter:
         self.limit, self.depth = limit, depth
 
     def begin(self, request: DraftRequest) -> SuffixDrafting:
-        """The request's text so far: its prediction, then its prompt."""
+        """Begin with the request's text so far: its prediction, then its prompt."""
         drafts = SuffixDrafts(request.vocab_size, self.limit, request.prediction)
         drafts.prompt(request.prompt)
         return SuffixDrafting(drafts)
@@ -45,11 +46,12 @@ class SuffixDrafting:
         return self._live().matched
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """These tokens were committed."""
+        """Take tokens that were committed."""
         self._live().extend(tokens)
 
     def propose(self, nodes: int, depth: int, after: Sequence[int] = ()) -> DraftProposal:
-        """What may follow the text, or the path ``after`` behind it (such as a leaf of another source's tree)."""
+        """Return a proposal of what may follow the text, or the path ``after`` behind it (such as a leaf of another
+        source's tree)."""
         return self._live().propose(nodes, depth, after)
 
     def bytes(self) -> int:

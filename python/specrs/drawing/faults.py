@@ -24,7 +24,7 @@ def fault_story(fault: int) -> Story:
     """The drawing of one of the faults that `specrs.faults` lists.
 
     Raises:
-        ConfigError: another number; it names those that there are.
+        ConfigError: another number; the message has the known ones.
     """
     if fault not in _STORIES:
         raise ConfigError(f"fault = {fault}: there are {', '.join(map(str, _STORIES))}")
@@ -41,7 +41,7 @@ def _world(geometry: Geometry, lens: list[int]) -> tuple[Pool, list[Sequence], L
 
 
 def _over(cells: list[Cell], limit: int) -> list[Cell]:
-    """The cells, those that there is no room for as wrong ones."""
+    """Return the cells, with those beyond the limit marked wrong."""
     return [c if i < limit else Cell(Kind.WRONG, text=c.label or "x") for i, c in enumerate(cells)]
 
 
@@ -95,7 +95,7 @@ def _expand_table() -> Story:
         strips.append(Strip(f"branch {b}, step 0, its live slot: page {', '.join(map(str, live))} of the row",
                             _pages(live), 1, width))  # fmt: skip
     for b in range(2):
-        # The allocation arrives S slots wide: hole and all steps, whatever is written by now.
+        # The allocation arrives S slots wide: the hole and all steps, even those not yet written.
         base, first = region.base, region.pos(b, 0) - region.remainder
         every = sorted({(first if b else base) // p} | {region.pos(b, s) // p for s in range(steps)})
         strips.append(

@@ -58,7 +58,7 @@ def save_row(cells: Sequence[Cell], page_size: int, title: str, path: Path) -> N
         x, y = i % per_line, -(i // per_line) * 1.6
         axes.add_patch(Rectangle((x, y), 1, 1, facecolor=_FILL[cell.kind], edgecolor="#bbbbbb", linewidth=0.6))
         label = "" if cell.kind is Kind.PREFIX else cell.label
-        size = 7 if len(label) <= 4 else 26 / len(label)  # what fits a cell's width
+        size = 7 if len(label) <= 4 else 26 / len(label)  # the size that fits a cell's width
         axes.text(x + 0.5, y + 0.5, label, ha="center", va="center", size=size)
         if i % page_size == 0:
             end = min(page_size, len(cells) - i)

@@ -10,14 +10,14 @@ from specrs._specrs import Geometry
 
 
 class Kind(enum.Enum):
-    """What a slot of the row holds."""
+    """Content of a slot of the row."""
 
     PREFIX = "prefix"
     HOLE = "hole"  # must hold a copy of the prefix's tail
     DRAFT = "draft"
     FREE = "free"
     NUMBER = "number"  # an entry of an array
-    WRONG = "wrong"  # what a fault writes where it must not, or leaves
+    WRONG = "wrong"  # an element that a fault writes where it must not, or leaves
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ def row_cells(geometry: Geometry, length: int) -> list[Cell]:
 
 
 def folded_pages(cells: Sequence[Cell], page_size: int) -> int:
-    """How many pages at the front hold nothing but prefix, but for the last one of those: pictures leave them out."""
+    """Return how many pages at the front pictures leave out: those that hold nothing but prefix, without the last of
+    them."""
     prefix = next((i for i, c in enumerate(cells) if c.kind is not Kind.PREFIX), len(cells))
     return max(prefix // page_size - 1, 0)
 
@@ -73,8 +74,8 @@ class Strip:
     """A line of cells under a heading: a row, an array, a row of a table.
 
     Attributes:
-        heading: what it is.
-        cells: its entries.
+        heading: name of the strip.
+        cells: entries of the strip.
         group: cells that belong together (a page, a branch); they get one border.
         limit: cells that there is room for; ``None`` where room is not the matter.
     """
@@ -86,7 +87,7 @@ class Strip:
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for all of it."""
+        """True if there is room for every entry."""
         return self.limit is None or len(self.cells) <= self.limit
 
 

@@ -16,8 +16,8 @@ def paint(text: str, code: str, color: bool) -> str:
 
 
 def draw_row(cells: Sequence[Cell], page_size: int, color: bool, width: int = 100) -> str:
-    """Pages as boxes of slots, as many on a line as ``width`` columns hold and one at least; runs of pages that hold
-    nothing but prefix are folded."""
+    """Draw pages as boxes of slots, as many on a line as ``width`` columns hold, and at least one; runs of pages that
+    hold nothing but prefix are folded."""
     cell_width = max((len(c.label) for c in cells), default=1)
     pages = [list(cells[i : i + page_size]) for i in range(0, len(cells), page_size)]
     per_line = max(1, (width + 1) // ((cell_width + 1) * page_size + 2))  # a box, and the space behind it
@@ -42,7 +42,7 @@ def draw_row(cells: Sequence[Cell], page_size: int, color: bool, width: int = 10
 
 
 def draw_strips(strips: Sequence[Strip], color: bool) -> str:
-    """Each strip under its heading; ``||`` is where the room ends, ``!`` stands at each cell that is wrong."""
+    """Draw each strip under its heading; ``||`` is the end of the room, ``!`` marks each wrong cell."""
     lines: list[str] = []
     for strip in strips:
         wrong = [c.kind is Kind.WRONG for c in strip.cells]

@@ -17,29 +17,30 @@ from specrs.engine_options import DTYPES, OptionFields, attributes
 from specrs.models.placement import Placement
 
 AUTO_GPU_TREE = TreeShape(4, 6, 32)  # on a GPU, where up to some 64 rows cost little more than one
-AUTO_TREE = TreeShape(1, 8, 9)  # what the cost model picks from: chains of up to 8 tokens
-_LEAST_DEPTH = 16  # of trees that the host's sources make, where the cost model picks: room for branches too
+AUTO_TREE = TreeShape(1, 8, 9)  # the cost model picks from chains of up to 8 tokens
+_LEAST_DEPTH = 16  # steps of trees that the host's sources make, where the cost model picks: room for branches too
 _MOST_DEPTH = 32
 _MOST_SOURCES = 16
-_NAMED = {"suffix": "SuffixDrafter", "recycling": "RecyclingDrafter"}  # by name, the class of `specrs.drafters`
+_NAMED = {"suffix": "SuffixDrafter", "recycling": "RecyclingDrafter"}  # classes of `specrs.drafters` by name
 NAMES = (*_NAMED, HEAD)
 _MOST_GPU_DEPTH = 31  # 32 tokens: a request takes as many rows of a round, whatever its tree
 _INTEGERS = ("max_batch", "max_context_len", "page_size", "num_pages", "prefill_chunk")
 _MOST_PAGES = 2**31 - 2  # beside the sink; a page's id is an int32
-_MOST_REQUESTS = 1024  # of a pass on a GPU
-_FORMER = ("topk", "steps", "draft_tokens")  # of `tree`
+_MOST_REQUESTS = 1024  # limit of a pass on a GPU
+_FORMER = ("topk", "steps", "draft_tokens")  # former names of `tree`'s parts
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(OptionFields):
-    """How the engine runs: `specrs.LLM` makes one of its options, and has it as ``config`` with everything settled.
+    """Configuration of an engine: `specrs.LLM` makes one of its options, and has it as ``config`` with everything
+    settled.
 
     Raises:
         ConfigError: a value that is not of its option's type.
     """
 
     def __post_init__(self) -> None:
-        """Refuse what is not of its field's type, before a model is read."""
+        """Refuse values of a wrong type, before a model is read."""
         for name in _INTEGERS:
             object.__setattr__(self, name, self._integer(name))
         if not isinstance(self.prefix_cache, bool):
@@ -48,7 +49,7 @@ class EngineConfig(OptionFields):
             levels = ", ".join(map(repr, backends.GRAPH_LEVELS))
             raise ConfigError(f"graphs = {self.graphs!r}: must be one of {levels}, or None for the device's default")
         if self.kv_dtype is not None and (not isinstance(self.kv_dtype, str) or not self.kv_dtype):
-            why = "must be the name of a type, or None for the default"  # which there are, the backend says
+            why = "must be the name of a type, or None for the default"  # the backend says which types there are
             raise ConfigError(f"kv_dtype = {self.kv_dtype!r}: {why}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype = {self.dtype!r}: must be one of {', '.join(map(repr, DTYPES))}")
@@ -74,7 +75,7 @@ class EngineConfig(OptionFields):
         """The configuration of named options.
 
         Raises:
-            ConfigError: a name that there is not, or a value that is not of its option's type.
+            ConfigError: an unknown name, or a value of a wrong type.
         """
         known = [field.name for field in fields(cls)]
         for name in options:
@@ -90,20 +91,20 @@ class EngineConfig(OptionFields):
 
     @property
     def adaptive(self) -> bool:
-        """Whether the tree is picked by the cost model."""
+        """True if the cost model picks the tree."""
         return self.tree is None
 
     @property
     def head_shape(self) -> TreeShape:
-        """What the head drafts: the tree, or the largest that the cost model picks."""
+        """Shape of the head's drafts: the tree, or the largest that the cost model picks."""
         if isinstance(self.tree, TreeShape):
             return self.tree
         return AUTO_TREE if self._on_host else AUTO_GPU_TREE
 
     @property
     def shape(self) -> TreeShape:
-        """What is verified, of which every size follows: the head's tree, or where the cost model picks and other
-        sources reach deeper, one with room for those."""
+        """Shape of the verified tree, from which every size follows: the head's tree, or where the cost model picks and
+        other sources reach deeper, one with room for those."""
         tree, sources = self.head_shape, self.sources
         if not self.adaptive or not sources:
             return tree
@@ -121,12 +122,12 @@ class EngineConfig(OptionFields):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """Sources of drafts beside the head, of a configuration that `drafting` gave."""
+        """Sources of drafts beside the head, in a configuration that `drafting` gave."""
         return tuple(Source.of(d) for d in self.drafters or () if not isinstance(d, str))
 
     @property
     def drafts_by_head(self) -> bool:
-        """Whether the head is a source, of a configuration that `drafting` gave."""
+        """True if the head is a source, in a configuration that `drafting` gave."""
         return HEAD in (self.drafters or ())
 
     @property
@@ -137,7 +138,7 @@ class EngineConfig(OptionFields):
         """The configuration with sources of drafts that are there, in place of names.
 
         Args:
-            head: whether there is a draft head.
+            head: true if there is a draft head.
 
         Raises:
             ConfigError: the head is named, and there is none.
@@ -151,7 +152,7 @@ class EngineConfig(OptionFields):
         return replace(self, drafters=made)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse a corpus whose tokens the model does not have, of a configuration that `drafting` gave.
+        """Refuse a corpus whose tokens the model does not have, in a configuration that `drafting` gave.
 
         Raises:
             ConfigError: the drafter, its corpus's vocabulary and the model's.
@@ -172,7 +173,7 @@ class EngineConfig(OptionFields):
 
     @property
     def branches_attend(self) -> DraftAttention:
-        """What a draft branch attends to, of a configuration that `route` gave."""
+        """The tokens that a draft branch attends to, in a configuration that `route` gave."""
         return self.draft_attention or "ancestors"
 
     def on(self, place: Placement) -> EngineConfig:
@@ -202,15 +203,15 @@ class EngineConfig(OptionFields):
         """Fill what depends on the attention backend, before a model is read.
 
         Args:
-            recurrent_state: whether the model declares recurrent layers.
+            recurrent_state: true if the model declares recurrent layers.
 
         Returns:
             The configuration with its backend, layout, draft attention and graph level; whether the model may be
             drafted for.
 
         Raises:
-            UnsupportedCombinationError: what the backend cannot do, and what would work instead.
-            ConfigError: a backend, layout or draft attention that there is not.
+            UnsupportedCombinationError: the backend cannot do what is asked; the message says what would work instead.
+            ConfigError: an unknown backend, layout or draft attention.
         """
         backend = self.backend
         there = str(self.device).partition(":")[0]
@@ -233,7 +234,7 @@ class EngineConfig(OptionFields):
         return config, found.speculate
 
     def resolve(self, model_context: int) -> tuple[EngineConfig, Geometry]:
-        """Fill the defaults that depend on the model, of a configuration that `route` gave, and check everything.
+        """Fill the defaults that depend on the model, in a configuration that `route` gave, and check everything.
 
         Raises:
             ConfigError: an option out of range, with its name, value and limit.
@@ -250,7 +251,7 @@ class EngineConfig(OptionFields):
         return replace(self, max_context_len=context, num_pages=pages), geometry
 
 
-if EngineConfig.__doc__:  # not under `python -OO`
+if EngineConfig.__doc__:  # absent under `python -OO`
     EngineConfig.__doc__ += f"\n    {attributes()}\n    "
 
 
@@ -259,7 +260,7 @@ def _drafters(asked: object) -> tuple[str | Drafter, ...] | None:
     every size follows from these.
 
     Raises:
-        ConfigError: no list; a name that there is not; an object that is no drafter; a name twice.
+        ConfigError: the value is no list; a name is unknown, or given twice; an object is no drafter.
     """
     if asked is None:
         return None
@@ -300,7 +301,7 @@ def tree_shape(tree: object) -> TreeShape | None:
     """A tree as users give it: a `TreeShape`, or K, S and V.
 
     Raises:
-        ConfigError: not three integers, or a tree that there cannot be.
+        ConfigError: the tree is not three integers, or has a shape that no tree can have.
     """
     if tree is None or isinstance(tree, TreeShape):
         return tree

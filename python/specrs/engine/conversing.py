@@ -1,4 +1,4 @@
-"""Texts and conversations: prompts by the model's tokenizer and chat template, then as with any prompt."""
+"""Prompts from texts and conversations, by the model's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Tokenizing(ABC):
     @property
     @abstractmethod
     def closed(self) -> bool:
-        """Whether the engine was closed."""
+        """True if the engine was closed."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""
@@ -49,14 +49,14 @@ class Tokenizing(ABC):
         check_text(text, where)
         if len(text) < _LONG_TEXT:
             return list(tokenizer.encode(text, add_special_tokens=special).ids)
-        # As a batch of one: `encode` keeps the interpreter's lock, and with it every other thread.
+        # Encode a batch of one: `encode` keeps the interpreter's lock, and with it every other thread.
         return list(tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
 
     def _settled(self, prompt: Prompt, where: str = "prompt") -> list[int] | TokenizedPrompt:
         """A prompt of any kind with its token ids, as `LLM.add` reads it. Any thread may call it at any time.
 
         Raises:
-            ConfigError: as `LLM.add`.
+            ConfigError: the same errors as of `LLM.add`.
         """
         given = Given.of(prompt, where)
         if given.text is None:
@@ -67,7 +67,7 @@ class Tokenizing(ABC):
         return self._encode(text, where, special=False)  # the template wrote its own
 
     def chat_prompt(self, messages: Messages, **options: Any) -> TokenizedPrompt:
-        """What `LLM.chat` has the model continue: a prompt for `generate`, `stream` and `add`.
+        """Return the prompt that `LLM.chat` has the model continue, for `generate`, `stream` and `add`.
 
         Any thread may call it at any time. messages: one conversation; options: of
         `specrs.chat.ChatTemplates.render`.
@@ -113,13 +113,13 @@ class Conversing(Tokenizing):
 
         Args:
             messages: mappings with ``role`` and ``content``, oldest first; or a list of such conversations.
-            params, on_error, progress: as in `generate`.
-            tools, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs: as
-                `specrs.chat.ChatTemplates.render` takes them, for all conversations.
+            params, on_error, progress: the same as in `generate`.
+            tools, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs: options of
+                `specrs.chat.ChatTemplates.render`, for all conversations.
 
         Raises:
             ChatTemplateError: a `ConfigError`: the model has no template, or its template refuses a conversation.
-            ChatLimitError: of those, a template that took too long or wrote too much.
+            ChatLimitError: a template took too long or wrote too much; one of the errors above.
             As `generate` otherwise.
         """
         options: dict[str, Any] = {

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class EngineBusyError(SpecrsError):
-    """Another thread, or a callback of the engine itself, called an `LLM` while it works. Nothing was changed."""
+    """Another thread, or a callback of the engine itself, called an `LLM` during a call. Nothing was changed."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -28,7 +28,7 @@ class EngineClosedError(SpecrsError):
 
 
 class EngineOverloadedError(SpecrsError):
-    """As much waits for an `AsyncLLM` as may wait. The request was not queued; a later try may find room.
+    """An `AsyncLLM` has as many waiting requests as it may have. The request was not queued; a later try may find room.
 
     Attributes: `what` waits, how much of it there would be (`got`), `limit`.
     """
@@ -62,7 +62,7 @@ class EngineFailedError(SpecrsError):
 
 
 class EngineProcessError(SpecrsError):
-    """The process of an `AsyncLLM` ended by itself: it was killed, say, where memory was short.
+    """The process of an `AsyncLLM` ended by itself: for example, it was killed where memory was short.
 
     Attributes: `status`: its exit status; negative: the signal that killed it; ``None``: not known.
     """

@@ -77,7 +77,7 @@ class LLM(Conversing):
             draft head unless ``draft`` says otherwise.
         draft: directory (or ``org/name``) of an EAGLE head for the model; ``None`` with a model given: drafts come
             from the text itself (``drafters``).
-        speculative: ``False`` decodes plainly, whatever there is to draft from.
+        speculative: ``False`` decodes plainly, whatever sources there are.
         progress: bars on stderr while files are downloaded and weights are loaded; ``None``: on a terminal alone.
         options: fields of `EngineConfig`, typed by `EngineOptions`; docs/options.md has what each one does. Without
             ``device``, the engine runs on a GPU where one is that runs the model and holds it, and else on the CPU;
@@ -86,7 +86,7 @@ class LLM(Conversing):
     Raises:
         ConfigError: an option or a file that does not fit, with the value and the limit.
         UnsupportedCombinationError: a `ConfigError`: what the attention backend cannot do, and what would work.
-        CudaError: a GPU was asked for and none can be used; what was found and what is needed.
+        CudaError: a GPU was asked for and none can be used; the message has what was found and what is needed.
         DeviceMemoryError: a GPU was asked for and has too little free memory; raised before any of it is taken, with
             `need`, `have`, and in `hint` every line and the numbers that would fit.
 
@@ -120,17 +120,18 @@ class LLM(Conversing):
         config = config.drafting(draft is not None) if speculative else replace(config, drafters=())
         if not config.drafts_by_head:
             draft = None
-        # What cannot run is refused before weights are read: options and sizes first, then files.
+        # Options and sizes that cannot run are refused before weights are read; files are checked after them.
         recurrent = has_recurrent_state(model)
         if recurrent:
-            config.route(speculative)  # what its options cannot have, before what no options help
+            config.route(speculative)  # refuses impossible options, before errors that no options help
         shapes = ModelConfig.from_directory(model)
         context = config.max_context_len or shapes.max_context_len
         shapes.check_context(context)
         config.check_vocabulary(shapes.vocab_size)
-        #: What requests get where their own parameters are unset: of the model's generation_config.json, else greedy.
+        #: Parameters for requests that leave their own unset: from the model's generation_config.json, else greedy.
         self.default_sampling = default_sampling(model).resolved()
-        #: What that file states itself, for servers, whose API has other defaults; fields that it leaves out are unset.
+        #: Parameters that this file states itself, for servers, whose API has other defaults; fields that the file
+        #: leaves out are unset.
         self.stated_sampling = stated_sampling(model)
         wanted = Wanted(config, model, shapes, draft, speculative and recurrent)
         site = wanted.site()
@@ -167,18 +168,19 @@ class LLM(Conversing):
             "attention": Capabilities.of(self.config.backend).name,
             "draft": None if head is None else numerics(ops.dense, head.products())["weights"],
         }
-        #: Where it runs: ``cuda:0 (NVIDIA H200)``, or the CPU and why, as ``cpu (the driver sees no GPU)``.
+        #: Device of the engine: ``cuda:0 (NVIDIA H200)``, or the CPU and why, as ``cpu (the driver sees no GPU)``.
         self.device = site.name
-        #: What the engine takes of the GPU's memory, line by line; ``None`` on the CPU.
+        #: Memory of the GPU that the engine takes, line by line; ``None`` on the CPU.
         self.budget = site.budget
         self._name = f"model={str(model)!r}, draft={draft!r}, device={str(site.place.device)!r}"
         self._lock = threading.Lock()  # held by whoever works; nobody waits for it
         self._left: deque[Request] = deque()  # requests of streams that were closed, still to be aborted
-        self._owner: threading.Thread | None = None  # of an AsyncLLM
+        self._owner: threading.Thread | None = None  # thread of an AsyncLLM
         self._next_id = 0
-        self._inboxes: dict[int, deque[StreamEvent]] = {}  # of requests that a stream waits for
-        self._bad_words: tuple[tuple[str, ...], list[tuple[int, ...]]] = ((), [])  # of the last request that had some
-        self._unclaimed: list[StreamEvent] = []  # of requests added by `add`, seen while a stream stepped
+        self._inboxes: dict[int, deque[StreamEvent]] = {}  # events of requests that a stream waits for
+        # Tokens for the words of the last request that had some.
+        self._bad_words: tuple[tuple[str, ...], list[tuple[int, ...]]] = ((), [])
+        self._unclaimed: list[StreamEvent] = []  # events of requests added by `add`, seen while a stream stepped
         with executor.entered():
             runner.calibrate()
 
@@ -192,7 +194,7 @@ class LLM(Conversing):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True if `close` was called."""
         return self._parts is None
 
     def close(self) -> None:
@@ -205,7 +207,7 @@ class LLM(Conversing):
         if not self._lock.acquire(blocking=False):
             raise EngineBusyError
         try:
-            # Rounds in flight end first, however they end: what they raise is nobody's any more.
+            # Rounds in flight end first. Their errors concern nobody any more.
             with suppress(Exception), self._runner.executor.entered():
                 self._runner.close()
         finally:
@@ -235,7 +237,7 @@ class LLM(Conversing):
 
     @property
     def lent(self) -> bool:
-        """Whether an `AsyncLLM` has it, whose thread alone may call `add`, `step` and `abort`."""
+        """True if an `AsyncLLM` has the engine; the thread of that alone may then call `add`, `step` and `abort`."""
         return self._owner is not None and self._owner.is_alive()
 
     def _check_owner(self) -> None:
@@ -245,7 +247,7 @@ class LLM(Conversing):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Work on the engine, alone; refused at once while somebody else does."""
+        """Work on the engine alone; refused at once while another call works."""
         if not self._lock.acquire(blocking=False):
             raise EngineBusyError
         try:
@@ -283,10 +285,11 @@ class LLM(Conversing):
         Args:
             prompts: texts, sequences of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; an empty list
                 gives an empty list. A text or a mapping by itself is a list of one.
-            params: one for all, or one for each; a field that is unset takes the model's value (`default_sampling`).
-            on_error: what a request that could not go on does once all have ended. ``"raise"``: the first such error,
-                in the order of the prompts, with every output as its ``outputs``. ``"return"``: nothing; look at
-                ``finish_reason``.
+            params: one for all prompts, or one for each; a field that is unset takes the model's value
+                (`default_sampling`).
+            on_error: effect of a request that could not go on, once all have ended. ``"raise"``: the first such error
+                is raised, in the order of the prompts, with every output as its ``outputs``. ``"return"``: nothing is
+                raised; look at ``finish_reason``.
             progress: a bar on stderr; ``None``: on a terminal, of several prompts.
 
         Raises:
@@ -295,7 +298,7 @@ class LLM(Conversing):
             PoolExhaustedError: a request that the pool could not hold even alone.
             EngineBusyError: another thread uses this engine.
             EngineClosedError: the engine was closed.
-            NonFiniteError: with ``on_error="raise"``: the model's scores, or what bias and penalties made of them, held
+            NonFiniteError: with ``on_error="raise"``: the model's scores, or the scores after bias and penalties, held
                 NaN or +inf, or allowed no token. Fields: see `RequestOutput`.
             Nothing of the call stays behind after an error.
         """
@@ -325,7 +328,8 @@ class LLM(Conversing):
         prompts: Sequence[Prompt] | str | Mapping[str, Any],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Generator[StreamEvent]:
-        """As ``generate``, but yield each request's progress; ``request_id`` counts up in the order of the prompts.
+        """Generate as ``generate`` does, but yield each request's progress; ``request_id`` counts up in the order of
+        the prompts.
 
         A request that cannot go on raises nothing: its last event's ``output`` has the ``error``. Of a prompt with
         ``n`` outputs, all events have one ``request_id``, and ``index`` says whose they are.
@@ -409,7 +413,7 @@ class LLM(Conversing):
             return requests
 
     def step(self) -> list[StreamEvent]:
-        """One step of everything that runs: admission, a chunk of prefill, a round.
+        """Make one step of everything that runs: admission, a chunk of prefill, a round.
 
         A request that cannot go on (NaN scores) ends alone: its last event's ``output`` has ``finish_reason``
         ``"error"`` and the ``error``. What is raised concerns the whole step, and leaves every request as it was before
@@ -456,7 +460,7 @@ class LLM(Conversing):
         return self._scheduler.unfinished + sum(e.output is not None for e in self._unclaimed)
 
     def stats(self) -> EngineStats:
-        """How much runs, waits, and lies in the pool, between two steps."""
+        """Return how many requests run and wait, and how full the pool is, between two steps."""
         return self._stats(None)
 
     def _stats(self, draft_bytes: int | None) -> EngineStats:
@@ -468,7 +472,7 @@ class LLM(Conversing):
 
     @property
     def numerics(self) -> dict[str, Any]:
-        """What the bits of tokens and logits depend on, beside model, input and seed; plain values for JSON.
+        """Facts on which the bits of tokens and logits depend, beside model, input and seed; plain values for JSON.
 
         Two engines with equal values give equal bits, whatever their batches, trees, pages, chunks and threads. On a
         GPU: its name and compute capability, the driver's CUDA, cublasLt's version and path, the number of the rule
@@ -480,7 +484,7 @@ class LLM(Conversing):
 
     @property
     def speculative(self) -> bool:
-        """Whether drafts are in use: a head's, or those of other sources."""
+        """True if drafts are in use: a head's, or those of other sources."""
         return self._runner.head is not None or self._runner.drafting.gathering is not None
 
     @property
@@ -490,7 +494,7 @@ class LLM(Conversing):
 
     @contextmanager
     def watching(self, watch: Callable[[TreeBatch, Accepts], None]) -> Iterator[None]:
-        """Within the context, call ``watch`` with each round's verified trees and what was accepted of them."""
+        """Within the context, call ``watch`` with each round's verified trees and the accepted paths in them."""
         with self._observed_by(Watching(watch)):
             yield
 
@@ -530,7 +534,7 @@ class LLM(Conversing):
             return self._runner.pages.pool.audit()
 
     def _request_params(self, params: object, where: str) -> ResolvedSampling:
-        """Check a request's parameters against the model, and let it decide what they leave unset."""
+        """Check a request's parameters against the model, and fill unset ones from the model's."""
         if not isinstance(params, SamplingParams):
             raise ConfigError(f"{where} is a {type(params).__name__}: must be SamplingParams")
         try:
@@ -547,7 +551,7 @@ class LLM(Conversing):
             raise
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
-        """What the output must look like; any thread may ask."""
+        """Return the grammar that the output must follow; any thread may call this."""
         return None if params.structured_outputs is None else self._grammars.compile(params.structured_outputs)
 
     def _spellings(self, params: SamplingParams) -> list[tuple[int, ...]]:

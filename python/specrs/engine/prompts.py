@@ -60,7 +60,7 @@ def check_text(text: str, where: str) -> None:
     """Refuse a text that no tokenizer takes: half of a surrogate pair stands for no character.
 
     Raises:
-        ConfigError: by ``where``, with the place.
+        ConfigError: the text cannot be encoded as UTF-8; the message names the place by ``where``.
     """
     try:
         text.encode()
@@ -69,18 +69,18 @@ def check_text(text: str, where: str) -> None:
 
 
 def truncated(ids: list[int], keep: int | None, room: int) -> list[int]:
-    """The last ``keep`` tokens of a prompt; -1: of as many as leave ``room``, one at least. ``None`` keeps all."""
+    """Return the last ``keep`` tokens of a prompt; -1: as many as leave ``room``, at least one. ``None`` keeps all."""
     if keep is None:
         return ids
     return ids[-(max(room, 1) if keep < 0 else keep) :]
 
 
 def spellings(tokenizer: Tokenizer, words: Sequence[str], vocab: int) -> list[tuple[int, ...]]:
-    """Token ids of ``bad_words``, each as it is and behind a space, at the beginning of a text and within one; without
-    those that have a token which the model lacks, and so never come.
+    """Return the token ids of ``bad_words``, each as it is and behind a space, at the beginning of a text and within
+    one. Spellings with a token that the model lacks can never come and are left out.
 
     Raises:
-        ConfigError: a word that the tokenizer makes nothing of, or that is not encodable.
+        ConfigError: a word of which the tokenizer makes no tokens, or that is not encodable.
     """
 
     def encoded(text: str) -> tuple[int, ...]:
@@ -115,10 +115,10 @@ class Chats:
 
     @property
     def directory(self) -> Path:
-        """Of the model's files.
+        """Directory of the model's files.
 
         Raises:
-            ConfigError: it has none, since it is in memory.
+            ConfigError: the model has no directory, since it is in memory.
         """
         if isinstance(self._model, LiveModel):
             raise ConfigError(f"model = {self._model.name!r}: is in this process's memory, which another one lacks")
@@ -138,25 +138,26 @@ class Chats:
     def prompt(
         self, messages: Messages, options: Mapping[str, Any], encode: Encode, where: str = "messages"
     ) -> TokenizedPrompt:
-        """One conversation, by options of `ChatTemplates.render`."""
+        """Make a prompt of one conversation, by options of `ChatTemplates.render`."""
         text = self.templates.render(messages, where=where, **options)
         return TokenizedPrompt(text, encode(text, where))
 
     def prompts(
         self, messages: Messages | Sequence[Messages], options: Mapping[str, Any], encode: Encode
     ) -> list[TokenizedPrompt]:
-        """One conversation, or each of a list of them."""
+        """Make a prompt of one conversation, or of each of a list."""
         return [self.prompt(chat, options, encode, where) for chat, where in zip(*conversations(messages), strict=True)]
 
 
 def load_tokenizer(model: Path | LiveModel) -> Tokenizer | None:
-    """Of a model, with the tokens that only files beside ``tokenizer.json`` have; ``None`` where it has none.
+    """Load the tokenizer of a model, with the tokens that only files beside ``tokenizer.json`` have; ``None`` where the
+    model has none.
 
     Prompts are never cut or filled up, whatever the file says: the tokenizer is shared by threads, and such settings
     would be changed under them.
 
     Raises:
-        ConfigError: a ``tokenizer.json`` that is none; a file beside it that is none, or has a token that is none.
+        ConfigError: ``tokenizer.json`` is malformed; or a file beside it is, or has an invalid token.
     """
     if isinstance(model, LiveModel):
         return model.tokenizer
@@ -178,11 +179,11 @@ def load_tokenizer(model: Path | LiveModel) -> Tokenizer | None:
 
 
 def load_eos(model: Path | LiveModel, tokenizer: Tokenizer | None) -> int | None:
-    """The token that ends a text by the tokenizer's own files, which name a chat model's end of turn, at times alone;
-    ``None`` where they name none. It may be one that the model lacks.
+    """Return the token that ends a text by the tokenizer's own files; for some chat models they alone name the end of a
+    turn. ``None`` where they name none. The model may lack the token.
 
     Raises:
-        ConfigError: as `load_tokenizer`.
+        ConfigError: the same errors as of `load_tokenizer`.
     """
     if tokenizer is None:
         return None
@@ -197,7 +198,7 @@ def _token_ids(prompt: object, where: str) -> list[int]:
         if isinstance(prompt, (str, bytes, Mapping, Set)):
             raise TypeError
         tokens = iter(prompt)  # type: ignore[call-overload]
-    except TypeError:  # of an array without an axis too, which has the method
+    except TypeError:  # an array without an axis has the method too, and raises this
         why = "must be a text or a sequence of token ids"
         raise ConfigError(f"{where} is a {type(prompt).__name__}: {why}") from None
     ids = []

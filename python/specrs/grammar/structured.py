@@ -26,17 +26,18 @@ def refuse(name: str, value: object, why: str) -> GrammarError:
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """What the text of an output must look like. Exactly one of the first five fields says it.
+    """Form that the text of an output must have. Exactly one of the first five fields says it.
 
     Attributes:
         json: a JSON schema, as a mapping, as its JSON text, or ``True`` for any value. What the schema has that cannot
             be enforced is refused by name.
         json_object: ``True``: any JSON object.
         regex: a regular expression that the whole text matches (Rust's syntax; no look-around, no back references).
-        choice: the texts of which the output is one.
+        choice: texts, one of which the output is.
         grammar: a context-free grammar in Lark's syntax, as llguidance reads it; its rule ``start`` is the text.
-        whitespace: of ``json`` and ``json_object``, a regular expression of what may stand between two tokens of JSON;
-            ``""`` for nothing. ``None``: a space, or a line break and up to 40 characters that indent the next line.
+        whitespace: a regular expression, for ``json`` and ``json_object``, of the text that may stand between two
+            tokens of JSON; ``""`` for nothing. ``None``: a space, or a line break and up to 40 characters that indent
+            the next line.
         start_after: the text, or the token ids, behind which the output must look so; anything may stand before. A
             reasoning model's end of thinking is one. The output does not end before it.
 
@@ -66,7 +67,7 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """Which of the five is given."""
+        """Name of the one field that is given."""
         return next(name for name in _KINDS if getattr(self, name) is not None)
 
     @classmethod
@@ -130,7 +131,7 @@ def _json(name: str, value: object) -> Mapping[str, Any] | str | bool:
         return text
     if not isinstance(value, Mapping):
         raise refuse(name, value, "must be a JSON schema: a mapping, or its JSON text")
-    # A copy, which nobody changes behind the request's back.
+    # A copy, so that nobody can change it behind the request's back.
     copied = json.loads(_text_of_schema(name, dict(value)))
     assert isinstance(copied, dict)
     return copied

@@ -1,4 +1,4 @@
-"""torch's work as a graph that keeps what it needs.
+"""torch's work as a graph that keeps the memory that it needs.
 
 torch captures into a graph of its own, whose private pool backs what the work allocates; the driver copies that graph
 as a child into one of specrs, which keeps the pool alive until its last launch has finished.
@@ -19,7 +19,8 @@ from specrs._specrs import ConfigError
 
 @functools.cache
 def shared_stream(ordinal: int) -> torch.cuda.Stream:
-    """What all runtimes of a device capture on: torch keeps 32 MiB of workspace for each stream that saw a product."""
+    """Return the stream that all runtimes of a device capture on: torch keeps 32 MiB of workspace for each stream that
+    saw a product."""
     return torch.cuda.Stream(ordinal)  # type: ignore[no-untyped-call]
 
 
@@ -45,11 +46,12 @@ def capture(
 
     Args:
         work: called once, with `stream` as torch's current one. It waits for nothing on the device, and takes no random
-            numbers of torch's generators, whose states only torch's own replay moves. Run it once before, so that what
-            is loaded at a first use is there.
-        keep: what its launches read and write beside torch's allocations within `work`: tensors, arenas, modules.
-        stream: to capture on; another one by default. Graphs captured on one stream share the workspace that torch's
-            cuBLAS has there: those with products never run at once.
+            numbers of torch's generators, whose states only torch's own replay moves. Run it once before, so that
+            everything that loads at its first use is there.
+        keep: objects that the graph's launches read and write beside torch's allocations within `work`: tensors,
+            arenas, modules.
+        stream: stream of the capture; another one by default. Graphs captured on one stream share the workspace that
+            torch's cuBLAS has there: those with products never run at once.
         pool: a handle of torch's (``torch.cuda.graph_pool_handle()``) that graphs share which never run at once.
 
     Raises what `work` raises; GraphCaptureError where the driver refuses, or for a node that a child may not hold,
@@ -76,9 +78,9 @@ def loop(
     """A graph whose launch runs `work` again and again, on the device alone.
 
     Args:
-        work, keep, stream: as for :func:`capture`. The body of a loop holds kernels, copies and memsets: anything else
-            raises GraphCaptureError with the node's type and path.
-        left: int32[1], CUDA: iterations left. Each takes one; the last is the one that leaves 0. At least one runs.
+        work, keep, stream: the same as in :func:`capture`. The body of a loop holds kernels, copies and memsets:
+            anything else raises GraphCaptureError with the node's type and path.
+        left: int32[1], CUDA: iterations left. Each iteration takes one; the last iteration leaves 0. At least one runs.
         stop: int32[1], CUDA: an iteration that leaves anything but 0 in it is the last.
     """
     stream, ordinal = _stream(stream)
@@ -92,7 +94,8 @@ def loop(
 
 
 def collect(*, wait: bool = False) -> tuple[int, int]:
-    """Destroy dropped graphs whose last launch has finished (`wait`: wait for it), and let go of what they kept.
+    """Destroy dropped graphs whose last launch has finished (`wait`: wait for it), and let go of the objects that they
+    kept.
 
     Captures and launches do so by themselves. Returns how many were destroyed and how many are left.
     """

@@ -22,18 +22,18 @@ _PATTERNS = {
     torch.int64: (torch.int64, -0x2A5A5A5A2A5A5A5B),
     torch.uint8: (torch.uint8, 0xD5),
 }
-_TELLING_BYTES = 8  # of single bytes, so many in a row are taken for the pattern
+_TELLING_BYTES = 8  # so many single bytes in a row are taken for the pattern
 
 
 class SeatError(SpecrsError):
     """A replay left a seat that nobody wrote, or wrote one that is not its own.
 
     Attributes:
-        region: its name.
+        region: name of the region.
         seat: number from 0; the bucket's size and more for memory behind it.
         bucket: seats of the graph, or of the eager run.
         batch: live seats.
-        why: what was found.
+        why: description of what was found.
     """
 
     def __init__(self, region: str, seat: int, bucket: int, batch: int, why: str) -> None:
@@ -49,7 +49,8 @@ def poison(memory: torch.Tensor) -> None:
 
 
 def _poisoned(memory: torch.Tensor, region: Region) -> torch.Tensor:
-    """Of each row [rows, ...]: whether an element of it holds the pattern; of bytes, whether all of the row do."""
+    """Return for each row [rows, ...] whether an element of it holds the pattern; for bytes, whether all elements of
+    the row do."""
     bits, pattern = _PATTERNS[memory.dtype]
     same = (memory.view(bits) == pattern).view(memory.shape[0], -1)
     if memory.dtype != torch.uint8:
@@ -64,7 +65,7 @@ def check_output(memory: torch.Tensor, region: Region, bucket: int, batch: int) 
     """Raise SeatError for the first seat that nobody wrote, and for a dead one that lacks its declared value.
 
     Args:
-        memory: of the bucket, rows behind the seats included.
+        memory: memory of the bucket, rows behind the seats included.
     """
     row = _first(_poisoned(memory, region)) if memory.numel() else None
     if row is not None:
@@ -93,7 +94,7 @@ def check_outside(memory: torch.Tensor, region: Region, bucket: int, batch: int)
     """Raise SeatError for the first row behind the bucket's that is written.
 
     Args:
-        memory: of the largest bucket.
+        memory: memory of the largest bucket.
     """
     bits, pattern = _PATTERNS[memory.dtype]
     begin = region.rows(bucket) + region.more

@@ -24,11 +24,12 @@ class Region:
     """Memory of one name, so much of it for each seat.
 
     Attributes:
-        name: what errors call it; distinct within a runtime.
+        name: name of the region in errors; distinct within a runtime.
         dtype: int32, int64, uint8, float32, float16 or bfloat16; torch's names of them and its dtypes are taken.
         seat_shape: ``(n, ...)`` makes a tensor ``[seats * n, ...]``; ``()`` makes ``[seats]``.
-        dead: what seats behind the live ones hold. Inputs must say so: every replay writes it. Of an output it is what
-            the body leaves there, which poison mode checks; ``None`` is any value, as long as one is written.
+        dead: value that seats behind the live ones hold. Inputs must say so: every replay writes it. For an output it
+            is the value that the body leaves there, which poison mode checks; ``None`` is any value, as long as one is
+            written.
         role: ``input`` (written by each replay from its arguments), ``output`` (written whole by the body, leased to
             the caller) or ``scratch`` (of the body alone; its content does not outlive a replay).
         more: rows behind the last seat, such as the last entry of offsets; none in inputs.
@@ -92,7 +93,7 @@ class Family:
 
     Attributes:
         buckets: seats of each, increasing.
-        regions: by name, in the order of declaration.
+        regions: regions by name, in the order of declaration.
         copies: sets of outputs that are written in turn.
     """
 
@@ -110,7 +111,7 @@ class Family:
         self.copies = index(copies)
 
     def bucket(self, batch: int) -> int | None:
-        """The smallest bucket that ``batch`` fits; ``None`` where none is so large."""
+        """Return the smallest bucket that ``batch`` fits; ``None`` where no bucket is so large."""
         if index(batch) < 1:
             raise ConfigError(f"batch = {batch}: at least 1 is wanted")
         return next((b for b in self.buckets if b >= batch), None)
@@ -120,7 +121,7 @@ class Family:
         return [region for region in self.regions.values() if region.role == role]
 
     def place(self, region: Region, copy: int) -> str:
-        """What the arena calls a region's memory."""
+        """Return the arena's name for a region's memory."""
         return f"{region.name} (copy {copy})" if region.role == "output" and self.copies > 1 else region.name
 
     def declared(self) -> list[tuple[str, str, list[int]]]:

@@ -37,10 +37,10 @@ def _order(_ordinal: int) -> Order:
 
 
 class Buffers(Mapping[str, torch.Tensor]):
-    """What a body reads and writes: tensors of so many seats by the regions' names.
+    """Tensors that a body reads and writes, of so many seats, by the regions' names.
 
     Attributes:
-        seats: of the bucket, dead ones included; of an eager run the batch itself.
+        seats: number of the bucket's seats, dead ones included; in an eager run the batch itself.
     """
 
     def __init__(self, seats: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -60,7 +60,7 @@ class Output:
     """A lease of a replay's output: live seats, for as long as no later replay has written that memory.
 
     Attributes:
-        generation: of the replay that wrote it.
+        generation: number of the replay that wrote the output.
     """
 
     def __init__(self, what: str, tensor: torch.Tensor, generation: int, copy: int, at: Generations | None) -> None:
@@ -69,7 +69,7 @@ class Output:
 
     @property
     def valid(self) -> bool:
-        """Whether it may still be read."""
+        """True if the output may still be read."""
         return self._at is None or self._at.current(self._copy) == self.generation
 
     def check(self) -> None:
@@ -100,12 +100,13 @@ class Output:
 
 
 class Replay:
-    """What one replay made.
+    """Outputs of one replay.
 
     Attributes:
         batch: live seats.
         bucket: seats of the graph; ``None`` for a batch that ran eagerly.
-        generation: its number from 1 on; 0 for a batch that ran eagerly, whose outputs are its own and never stale.
+        generation: number of the replay from 1 on; 0 for a batch that ran eagerly, whose outputs are its own and never
+            stale.
     """
 
     def __init__(
@@ -152,10 +153,10 @@ class GraphRuntime:
                 every output, dead seats included, and waits for nothing. What it does depends on the inputs alone: it
                 runs before it is captured, over dead seats. Random numbers of torch's generators are not for it.
             buckets: seats of each, increasing.
-            regions: its memory.
+            regions: memory of the body's inputs and outputs.
             device: a CUDA device; torch's current one by default.
-            modules: what the body uses beside the regions, kept until the last replay has finished: modules, tensors,
-                pools, planners, arenas.
+            modules: objects that the body uses beside the regions, kept until the last replay has finished: modules,
+                tensors, pools, planners, arenas.
             copies: sets of outputs. With 2, the last replay's outputs stand while the next one runs.
             poison: check every replay (slow: the host waits); ``None`` asks the environment, ``SPECRS_POISON=1``.
 
@@ -194,7 +195,7 @@ class GraphRuntime:
 
     @property
     def captured_bytes(self) -> int:
-        """Bytes that torch holds for what the bodies allocate: one pool for all graphs."""
+        """Bytes that torch holds for allocations of the bodies: one pool for all graphs."""
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         own = [s for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(self._pool)]
         return sum(int(s["total_size"]) for s in own)
@@ -242,8 +243,8 @@ class GraphRuntime:
 
         Args:
             batch: live seats, at least 1.
-            inputs: of each input region its live seats: ``[batch * n, ...]`` of its type, on the device or the host.
-                They are copied on the stream; the caller leaves those of the host as they are until then.
+            inputs: live seats of each input region: ``[batch * n, ...]`` of its type, on the device or the host. They
+                are copied on the stream; the caller leaves those of the host as they are until then.
 
         Raises ConfigError for inputs that do not fit, before anything is written; in poison mode SeatError, and
         OutOfBoundsError for a write between regions; CudaError for what the driver refuses, also for a fault of earlier
@@ -260,7 +261,7 @@ class GraphRuntime:
     def _replay(self, batch: int, bucket: int, given: dict[str, torch.Tensor]) -> Replay:
         stream = torch.cuda.current_stream()
         stream.wait_event(self._order.end)
-        # From here on the set's memory is written, whatever fails.
+        # From here on the set's memory counts as written, whatever fails.
         generation, copy = self._generations.begin()
         try:
             if self.poison:
@@ -293,7 +294,7 @@ class GraphRuntime:
                 stacklevel=3,
             )
         stream = torch.cuda.current_stream()
-        stream.wait_event(self._order.end)  # it may write what replays do: memory of the caller's
+        stream.wait_event(self._order.end)  # work may write what replays do: memory of the caller's
         try:
             tensors = self._run_eagerly(batch, given)
         finally:
@@ -318,7 +319,7 @@ class GraphRuntime:
         return tensors
 
     def _check(self, batch: int, bucket: int, copy: int) -> None:
-        """What the replay must have left."""
+        """Check the traces that the replay must have left."""
         self.check_guards(f"bucket {bucket}, {batch} live seats")
         for region in self.family.regions.values():
             whole, of_bucket = self._memory[self.family.place(region, copy)], self._rows(region, copy, bucket)

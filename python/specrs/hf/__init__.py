@@ -1,4 +1,4 @@
-"""For users of transformers: generate with specrs from a model that transformers has loaded.
+"""Generates with specrs, for users of transformers, from a model that transformers has loaded.
 
     outputs = model.generate(**inputs, max_new_tokens=64, custom_generate=specrs.hf.generate)
     llm = specrs.hf.from_model(model, tokenizer)

@@ -34,7 +34,7 @@ class _Held:
 
 _ENGINES: weakref.WeakKeyDictionary[torch.nn.Module, _Held] = weakref.WeakKeyDictionary()
 _TURNS: weakref.WeakKeyDictionary[torch.nn.Module, threading.Lock] = weakref.WeakKeyDictionary()
-_GUARD = threading.Lock()  # of both tables
+_GUARD = threading.Lock()  # lock of both tables
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def turn(model: Any) -> Iterator[None]:
     """Work with a module's engine, alone: another call may make it anew, which frees the one in use.
 
     Raises:
-        EngineBusyError: another thread does, or the caller further up.
+        EngineBusyError: another thread has the turn, or the caller further up.
     """
     with _GUARD:
         lock = _TURNS.setdefault(model, threading.Lock())
@@ -55,13 +55,13 @@ def turn(model: Any) -> Iterator[None]:
 
 
 def engine_of(model: Any, options: Mapping[str, Any], tokens: int) -> LLM:
-    """The module's engine: that of the last call, where it has room for requests of so many tokens, its options are the
-    same, and nothing has been written to the weights since. Call it within the module's `turn`.
+    """Return the module's engine: that of the last call, if it has room for requests of so many tokens, its options are
+    the same, and nothing has been written to the weights since. Call it within the module's `turn`.
 
     Raises as `from_model` does, and UnsupportedGenerationError for more tokens than the model serves exactly.
     """
     source = live_model(model)
-    device_of(source)  # of which there must be one
+    device_of(source)  # raises unless there is exactly one device
     weights = _Weights.of(source)
     with _GUARD:
         held = _ENGINES.get(model)
@@ -72,7 +72,7 @@ def engine_of(model: Any, options: Mapping[str, Any], tokens: int) -> LLM:
             return held.llm
         with _GUARD:
             del _ENGINES[model]
-        held.end()  # which closes it
+        held.end()  # closes the engine
     llm = LLM(source, **_options(source, options, tokens))
     end = weakref.finalize(model, llm.close)
     end.atexit = False
@@ -97,14 +97,15 @@ def _options(source: LiveModel, options: Mapping[str, Any], tokens: int) -> dict
 
 @dataclass(eq=False)
 class _Weights:
-    """What tells whether weights are those that an engine was made of: where they lie, and sums of their bytes.
+    """Fingerprint that tells whether weights are those that an engine was made of: where they lie, and sums of their
+    bytes.
 
     torch counts writes to a tensor, but neither those through `.data` and numpy nor those to inference tensors. So all
     bytes are read, which costs about as much as a token does.
     """
 
     places: list[tuple[str, int, torch.dtype, torch.Size]]
-    sums: list[torch.Tensor]  # of each device
+    sums: list[torch.Tensor]  # one for each device
 
     @classmethod
     def of(cls, source: LiveModel) -> _Weights:
@@ -118,7 +119,7 @@ class _Weights:
         return cls(places, list(sums.values()))
 
     def same(self, other: _Weights) -> bool:
-        """Whether nothing has changed."""
+        """Return whether nothing has changed."""
         return self.places == other.places and all(map(torch.equal, self.sums, other.sums))
 
 

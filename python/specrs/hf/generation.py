@@ -49,7 +49,7 @@ def generate(
             `return_dict_in_generate`; what else would change the output is refused.
         streamer: gets tokens as they come, of one row. transformers (5.24 too) does not hand it on to a
             `custom_generate`, so there give it as `token_streamer`, which gets the prompt too.
-        engine_options: of `LLM`, such as ``{"draft": head, "max_batch": 4}``.
+        engine_options: options of `LLM`, such as ``{"draft": head, "max_batch": 4}``.
 
     Returns:
         int64 [rows, n + new] on the device of `input_ids`, rows that ended earlier padded with `pad_token_id`; or
@@ -93,7 +93,7 @@ def generate(
 
 
 def _params(asked: Asked, rows: int, llm: LLM, sample: bool) -> list[SamplingParams]:
-    """Of each row; a seed each where they sample."""
+    """Return the parameters of each row; each row has its own seed where the rows sample."""
     seeds: list[int | None] = [None] * rows
     if sample:
         seeds = list(torch.randint(2**63 - 1, (rows,)).tolist())
@@ -112,7 +112,7 @@ def _run(
         while live:
             for event in llm.step():
                 if event.request_id not in live:
-                    continue  # it has ended at a stop string
+                    continue  # the row has ended at a stop string
                 i = live[event.request_id]
                 ended = _extend(new[i], event.token_ids, asked, given[i], out)
                 if ended and event.output is None:
@@ -128,7 +128,7 @@ def _run(
 
 
 def _extend(row: list[int], tokens: Sequence[int], asked: Asked, given: torch.Tensor, out: Any) -> bool:
-    """Append tokens up to one that ends the row by a criterion; whether there is one."""
+    """Append tokens up to one that ends the row by a criterion; returns whether there is one."""
     for token in tokens:
         row.append(token)
         if out is not None:

@@ -1,4 +1,4 @@
-"""From a transformers module to a `LiveModel`, and to an engine over it."""
+"""Makes a `LiveModel` from a transformers module, and an engine over it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 
 _PARTS = (torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleList, torch.nn.Dropout)
-"""What a module is made of, beside classes in the file of its own and the activation that its configuration names."""
+"""Parts that a module is made of, beside classes in the file of its own and the activation that its configuration
+names."""
 _TORCH = str(Path(torch.__file__).parent)
 _HOOKS = ("transformers.", "torch.")
-"""Whose hooks change no output: transformers' own record what a pass went through."""
+"""Packages whose hooks change no output: transformers' own record what a pass went through."""
 
 
 def from_model(
@@ -39,15 +40,15 @@ def from_model(
 
     Args:
         model: a causal language model of a family that specrs runs (docs/models.md), on one device.
-        tokenizer: of transformers, one that is backed by the tokenizers library, or a ``tokenizers.Tokenizer``; the
-            engine keeps a copy. ``None``: prompts are token ids.
-        draft, options: as `LLM` takes them. Without ``device``, the engine runs where the module is.
+        tokenizer: a tokenizer of transformers that is backed by the tokenizers library, or a ``tokenizers.Tokenizer``;
+            the engine keeps a copy. ``None``: prompts are token ids.
+        draft, options: options as `LLM` takes them. Without ``device``, the engine runs where the module is.
 
     Raises:
-        ConfigError: no such module, or one on several devices.
+        ConfigError: the module is no such model, or lies on several devices.
         UnsupportedModelError: an architecture, a value of its configuration, or a part of the module (a class, a hook)
             that is not implemented.
-        ModelFileError: tensors that do not fit the configuration, as those of a module with adapters.
+        ModelFileError: tensors do not fit the configuration, such as those of a module with adapters.
     """
     source = live_model(model, tokenizer)
     options.setdefault("device", str(device_of(source)))
@@ -55,7 +56,7 @@ def from_model(
 
 
 def live_model(model: PreTrainedModel, tokenizer: Any = None) -> LiveModel:
-    """What a module and its configurations hold."""
+    """Return the content of a module and its configurations."""
     module = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     config: Any = getattr(module, "config", None)
     if not isinstance(module, torch.nn.Module) or not hasattr(config, "to_dict"):
@@ -69,7 +70,7 @@ def live_model(model: PreTrainedModel, tokenizer: Any = None) -> LiveModel:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             why = "no plain tensor, as of quantised or distributed weights; a model in f32, bf16 or f16 works"
             raise UnsupportedModelError(f"tensor {tensor_name}", type(tensor).__name__, why)
-    # What a subclass does differently nobody here knows, so the class itself names the architecture.
+    # Nobody here knows what a subclass does differently, so the class itself names the architecture.
     files: dict[str, Mapping[str, Any]] = {"config.json": {**config.to_dict(), "architectures": [architecture]}}
     generation = getattr(module, "generation_config", None)
     if generation is not None:
@@ -100,7 +101,8 @@ def _check_parts(model: torch.nn.Module) -> None:
 
 
 def _is_own(forward: Any, part: torch.nn.Module) -> bool:
-    """Whether a `forward` on an object is its class's own: transformers 5.0 leaves it there, torch.compile compiled."""
+    """Return whether a `forward` on an object is its class's own: transformers 5.0 leaves it there, torch.compile
+    compiled."""
     code = getattr(forward, "__code__", None)
     if code is not None and code.co_filename.startswith(_TORCH):  # else a wrapper of a compiled one, with its marks
         forward = getattr(forward, "_torchdynamo_orig_callable", forward)
@@ -117,7 +119,7 @@ def _activation(model: Any) -> type | None:
 
 
 def _tokenizer_config(tokenizer: Any) -> dict[str, Mapping[str, Any]]:
-    """What a tokenizer of transformers knows of special tokens and of conversations."""
+    """Return the special tokens and chat templates that a tokenizer of transformers knows."""
     named = getattr(tokenizer, "special_tokens_map", None)
     if not isinstance(named, Mapping):
         return {}
@@ -140,7 +142,8 @@ def device_of(source: LiveModel) -> torch.device:
 
 
 def backend_of(tokenizer: Any) -> Tokenizer | None:
-    """A copy of the tokenizers library's object, without the padding and truncation of whoever else uses it."""
+    """Return a copy of the tokenizers library's object, without padding and truncation that other users of it have
+    set."""
     if tokenizer is None:
         return None
     from tokenizers import Tokenizer

@@ -21,28 +21,30 @@ HEATS = ("greedy", "cool", "hot")
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What to expect of a head's drafts at one heat.
+    """Expected acceptance of a head's drafts at one heat.
 
     Attributes:
         temper: a node to which the head gives cumulative probability p is accepted with probability ``p ** temper``.
-        levels: of each level of a tree, from the first on, the share of trees in which a node of it is accepted, among
-            those in which one of the level above is. The last one stands for deeper levels.
+        levels: for each level of a tree, from the first on, the share of trees in which a node of the level is
+            accepted, among those in which one of the level above is. The last share stands for deeper levels.
     """
 
     temper: float = 0.8
     levels: tuple[float, ...] = (0.6,)
 
     def level(self, index: int) -> float:
-        """Of level ``index``, from 0."""
+        """Return the share of level ``index``, from 0."""
         return self.levels[min(index, len(self.levels) - 1)]
 
 
 UNKNOWN = Acceptance()
-"""Where there is no file: hopeful, so that drafts are tried. What that may cost is bounded (`engine.drafting`)."""
+"""Acceptance of a head without a file: hopeful, so that drafts are tried. What that may cost is bounded
+(`engine.drafting`)."""
 
 
 def read_acceptance(directory: str | Path) -> tuple[Acceptance, ...]:
-    """What a head's directory says, one for each of `HEATS`; `UNKNOWN` where it has no file, or not that heat.
+    """Read the acceptance from a head's directory, one for each of `HEATS`; `UNKNOWN` where the head has no file, or
+    the file lacks a heat.
 
     Raises:
         ModelFileError: a file that is no JSON object.

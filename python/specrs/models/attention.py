@@ -1,4 +1,5 @@
-"""Attentions over paged KV: the Rust kernels, whatever only reads behind a device's rotation, and a plain reference."""
+"""Attentions over paged KV: the Rust kernels, attentions that only read (behind a device's rotation), and a plain
+reference."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ class HostAttention:
 
 @dataclass(frozen=True)
 class ReadAttention:
-    """A device rotates and writes, then an attention reads."""
+    """An attention that reads; a device rotates and writes before it."""
 
     dense: Dense
     reads: Reads
@@ -116,7 +117,7 @@ class TorchAttention:
 
 
 def _allowed(mask: torch.Tensor, prefix: int, queries: int) -> torch.Tensor:
-    """bool [queries, row positions]: the whole prefix, then causal, or the positions whose bit is set."""
+    """Return bool [queries, row positions]: the whole prefix, then causal, or the positions whose bit is set."""
     if mask.shape[1] == 0:
         return mask.new_ones(queries, prefix + queries, dtype=torch.bool).tril(prefix)
     bits = (mask[:, :, None] >> torch.arange(64, device=mask.device)) & 1

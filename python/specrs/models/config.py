@@ -30,16 +30,16 @@ _QWEN3_HEADS = ("Qwen3Eagle3Model", "Eagle3Qwen3ForCausalLM")
 _EAGLE3_ARCHITECTURES = (
     "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel", *_QWEN3_HEADS,
 )  # fmt: skip
-# Layers that heads of the speculators library have: they differ in biases and in q_norm and k_norm, of which the file
-# of weights says whether there are any.
+# Layers that heads of the speculators library have: they differ in biases and in q_norm and k_norm, whose tensors the
+# file of weights has or lacks.
 _HEAD_LAYERS = ("llama", "mistral", "qwen2", "qwen3")
 
-# Of later variants (the speculators library, NVIDIA's gpt-oss heads): of features before `fc`, of each of them, and of
-# what a draft step passes to the next.
+# Norms of later variants (the speculators library, NVIDIA's gpt-oss heads): of features before `fc`, of each of them,
+# and of what a draft step passes to the next.
 _HEAD_NORMS = ("norm_before_fc", "fc_norm", "norm_output")
 
-# How published models declare layers with a state that is overwritten token by token: by their own keys, by their name,
-# or in a list with the kind of each layer.
+# Keys by which published models declare layers with a state that is overwritten token by token: their own keys, their
+# name, or a list with the kind of each layer.
 _RECURRENT_KEYS = (
     "ssm_cfg",
     "mamba_d_state",
@@ -60,7 +60,7 @@ _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_int
 
 GENERATION = "generation_config.json"
 
-# As of the core.
+# The core has the same limit.
 _MAX_CONTEXT = 1 << 24
 # Keys that change what attention reads, with the one value that the models here have.
 _FIXED = {
@@ -118,12 +118,12 @@ class ModelConfig(LayerConfig):
     """Attention window in tokens of at least one layer; contexts up to it are ordinary causal attention."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    """Of config.json and generation_config.json together, ascending, without duplicates. `LLM.eos_ids` has the
-    tokenizer's own, too."""
+    """End tokens of config.json and generation_config.json together, ascending, without duplicates. `LLM.eos_ids` has
+    the tokenizer's own, too."""
     block: Block = LLAMA
-    """What else the forward pass does differently from Llama's."""
+    """Other differences of the forward pass from Llama's."""
     layer_ropes: tuple[RopeConfig | None, ...] = ()
-    """Of each layer, its rotary embedding, ``None`` for none; empty where all have `rope`."""
+    """Rotary embedding of each layer, ``None`` for none; empty where all layers have `rope`."""
 
     @classmethod
     def from_directory(cls, directory: ModelSource) -> ModelConfig:
@@ -215,7 +215,7 @@ class Eagle3Config(LayerConfig):
     """An EAGLE-3 head (https://arxiv.org/abs/2503.01840): one decoder layer over the target's features."""
 
     vocab_size: int
-    """Of the target."""
+    """Vocabulary of the target."""
     draft_vocab_size: int
     target_hidden_size: int
     aux_layers: tuple[int, ...] | None
@@ -240,8 +240,8 @@ class Eagle3Config(LayerConfig):
     def from_dict(
         cls, raw: Mapping[str, Any], path: Path | None = None, *, named_as_model: bool = False
     ) -> Eagle3Config:
-        """The same from parsed JSON; `path` is only named in errors. named_as_model: its file is that of such a head,
-        and its name may be that of a model, as the paper's authors call theirs."""
+        """Read the same from parsed JSON; `path` is only named in errors. named_as_model: the file is that of such a
+        head, but its name may be that of a model, as the paper's authors publish theirs."""
         get = _flat(raw, path)
         architecture = _architecture(get, (*_EAGLE3_ARCHITECTURES, *(_EAGLE1_ARCHITECTURES if named_as_model else ())))
         if (layers := get.integer("num_hidden_layers", 1, maximum=4096)) != 1:
@@ -269,11 +269,12 @@ class Eagle3Config(LayerConfig):
 
     @property
     def aux_size(self) -> int:
-        """Columns of a row of features: those of all auxiliary layers side by side."""
+        """Columns of a row of features: all auxiliary layers side by side."""
         return (3 if self.aux_layers is None else len(self.aux_layers)) * self.target_hidden_size
 
     def aux_layers_for(self, target: ModelConfig) -> tuple[int, ...]:
-        """The features' layers for this target: its own choice, or the published default. Order is that of `fc`."""
+        """Return the features' layers for this target: its own choice, or the published default. They are in the order
+        of `fc`."""
         if self.aux_layers is not None:
             return self.aux_layers
         n = target.num_layers
@@ -303,15 +304,16 @@ class Eagle3Config(LayerConfig):
 
 @dataclass(frozen=True)
 class Eagle1Config(LayerConfig):
-    """An EAGLE-1 (https://arxiv.org/abs/2401.15077) or EAGLE-2 (https://arxiv.org/abs/2406.16858) head, which differ in
-    the trees that are drafted with them: one decoder layer over the embedding and the target's last hidden state."""
+    """An EAGLE-1 (https://arxiv.org/abs/2401.15077) or EAGLE-2 (https://arxiv.org/abs/2406.16858) head: one decoder
+    layer over the embedding and the target's last hidden state. The two differ only in the trees that are drafted with
+    them."""
 
     vocab_size: int
-    """Of the target, and of the head's logits."""
+    """Vocabulary of the target, and of the head's logits."""
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], path: Path | None = None) -> Eagle1Config:
-        """From the parsed `config.json` of a head, which is that of a model of one layer; `path` is only named in
+        """Read a head from its parsed `config.json`, which is that of a model of one layer; `path` is only named in
         errors. Raises UnsupportedModelError."""
         get = Reader(raw, path)
         _architecture(get, _EAGLE1_ARCHITECTURES)
@@ -321,7 +323,7 @@ class Eagle1Config(LayerConfig):
 
     @staticmethod
     def describes(raw: Mapping[str, Any], has_fc: bool) -> bool:
-        """Whether a `config.json`, beside a file with or without `fc.weight`, is that of such a head."""
+        """Return whether a `config.json`, beside a file with or without `fc.weight`, is that of such a head."""
         names = raw.get("architectures")
         name = names[0] if isinstance(names, list) and len(names) == 1 else None
         return name in _EAGLE1_ARCHITECTURES and (has_fc or name not in FAMILIES)
@@ -337,7 +339,7 @@ class Eagle1Config(LayerConfig):
         return self.hidden_size
 
     def aux_layers_for(self, target: ModelConfig) -> tuple[int, ...]:
-        """The features' layer: none of the target's, but what its last norm gives.
+        """Return the features' layer: none of the target's, but the output of its last norm.
 
         In the code that the paper publishes (SafeAILab/EAGLE: `ea_model.py`, `ge_data/`) a feature is the model's
         `last_hidden_state`, behind the norm, and the target's `lm_head` is applied to what the head predicts as it is.
@@ -352,7 +354,7 @@ class Eagle1Config(LayerConfig):
 
 
 HeadConfig = Eagle1Config | Eagle3Config
-"""Of a draft head of any kind."""
+"""Configuration of a draft head of any kind."""
 
 
 def recurrent_layers(raw: Mapping[str, Any]) -> tuple[str, Any] | None:
@@ -379,7 +381,8 @@ def recurrent_layers(raw: Mapping[str, Any]) -> tuple[str, Any] | None:
 
 
 def has_recurrent_state(directory: ModelSource) -> bool:
-    """Whether the model of a Hugging Face directory declares recurrent layers. ModelFileError: no readable config."""
+    """Return whether the model of a Hugging Face directory declares recurrent layers. ModelFileError: no readable
+    config."""
     return recurrent_layers(model_json(directory, "config.json")[0]) is not None
 
 
@@ -442,7 +445,7 @@ def _layer(get: Reader, family: Family = _LLAMA) -> LayerConfig:
 
 
 def _sliding_window(get: Reader, family: Family, num_layers: int) -> int | None:
-    """The window where at least one layer uses it. Qwen models name one that they switch off."""
+    """Return the window if at least one layer uses it. Qwen models name a window that they switch off."""
     kinds = get.raw.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind not in KINDS for kind in kinds)):
         get.refuse("layer_types", kinds, "only full_attention and sliding_attention are implemented")
@@ -463,7 +466,7 @@ def _sliding_window(get: Reader, family: Family, num_layers: int) -> int | None:
 
 
 def _token_ids(get: Reader, key: str, vocab_size: int) -> tuple[int, ...]:
-    """One id or a list of them; -1, which files write for no token, is none."""
+    """Return one id or a list of ids; files write -1 for no token, so it counts as none."""
     value = get.raw.get(key)
     if value is None:
         return ()
@@ -481,7 +484,7 @@ def _flat(raw: Mapping[str, Any], path: Path | None) -> Reader:
 
 
 def _head_family(get: Reader, architecture: str) -> Family:
-    """Whose layer a head has: how its configuration is read, where that leaves something out."""
+    """Return the family whose layer a head has: it says how to read a configuration that leaves something out."""
     nested = get.raw.get("transformer_layer_config")
     kind = nested.get("model_type") if isinstance(nested, dict) else None
     if kind not in (None, *_HEAD_LAYERS):

@@ -40,22 +40,22 @@ from specrs.models.loader import Checkpoint
 from specrs.models.ops import Embedding, Heads, KvMemory, Linear
 from specrs.models.placement import HOST, Placement
 
-_MOST_ROWS = 2048  # of one launch of a product; longer passes take several
+_MOST_ROWS = 2048  # limit of one launch of a product; longer passes take several
 HEAD_DIMS = (64, 96, 128, 256)
-_CAPPED = (128, 256)  # of those, where scores are capped
-_CAPS = 1e-4, 1e4  # of scores: `CAPS` of src/device/kernels/attention.rs
+_CAPPED = (128, 256)  # head sizes for which scores are capped
+_CAPS = 1e-4, 1e4  # bounds of score caps: `CAPS` of src/device/kernels/attention.rs
 _SMALL_HEADS = 128  # elements of a head that every GPU has shared memory for
 _MOST_GROUP = 64
 _MASK_BITS = 64
 _LARGE = 1 << 25  # bytes of a block that is made no larger than it has to be
-_MOST_VIEWS = 1024  # of scratch memory: sizes repeat from round to round
-_MOST_BRANCHES = 32  # of a draft step: a list of the best lies in the lanes of a warp
-_MOST_VOCABULARY = 1 << 18  # of logits that are sampled from: a bit for each token lies in shared memory
-_MOST_STEPS = 7  # of a branch: as many keys as a row takes one by one, in logical order, beside its own
+_MOST_VIEWS = 1024  # limit of views of scratch memory: sizes repeat from round to round
+_MOST_BRANCHES = 32  # limit of a draft step: a list of the best lies in the lanes of a warp
+_MOST_VOCABULARY = 1 << 18  # limit of logits that are sampled from: a bit for each token lies in shared memory
+_MOST_STEPS = 7  # limit of a branch: as many keys as a row takes one by one, in logical order, beside its own
 
 
 def unavailable() -> str | None:
-    """Why no GPU can be used in this process; ``None`` where one can."""
+    """Return the reason why no GPU can be used in this process, or ``None`` where one can."""
     if (why := cuda_unavailable_reason()) is not None:
         return why
     if not torch.cuda.is_available():
@@ -66,18 +66,18 @@ def unavailable() -> str | None:
 def placed(
     asked: str, model: ModelSource, sizes: ModelConfig, head: HeadConfig | None = None, dtype: Dtype = "auto"
 ) -> Placement:
-    """Where a model computes.
+    """Return the placement of a model: where it computes, and in which types.
 
     Args:
         asked: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
-        model: its directory, or in memory. Its embedding says in which type a GPU computes: bf16 and f16 checkpoints
-            in their own, f32 ones in bf16.
-        sizes: of the model.
+        model: directory of the model, or a model in memory. The type of its embedding gives the type in which a GPU
+            computes: bf16 and f16 checkpoints in their own, f32 ones in bf16.
+        sizes: sizes of the model.
         head: sizes of its draft head.
-        dtype: what it computes in; ``"auto"``: what the device takes for this model.
+        dtype: type in which the model computes; ``"auto"``: the type that the device takes for this model.
 
     Raises:
-        ConfigError: no such device, a dtype that it does not compute in, or a model or head that a GPU does not run.
+        ConfigError: no such device, a dtype in which it does not compute, or a model or head that a GPU does not run.
         CudaError: a GPU is asked for, and there are no kernels in this build, no driver, no GPU, or torch has no CUDA.
     """
     if asked == "cpu":
@@ -107,7 +107,7 @@ def placed(
 
 
 def why_not(sizes: ModelConfig | HeadConfig) -> str | None:
-    """Why a GPU does not run a model, or a head; ``None`` where it does."""
+    """Return the reason why a GPU does not run a model, or a head, or ``None`` where it does."""
     cap = sizes.block.score_cap if isinstance(sizes, ModelConfig) else None
     capped = cap is not None
     if cap is not None and not _CAPS[0] <= cap <= _CAPS[1]:
@@ -126,7 +126,7 @@ def why_not(sizes: ModelConfig | HeadConfig) -> str | None:
 
 
 def _too_large(cuda: torch.device, sizes: ModelConfig | HeadConfig) -> str | None:
-    """Why this GPU has no room for a block of attention over such heads; ``None`` where it has."""
+    """Return the reason why this GPU has no room for a block of attention over such heads, or ``None`` where it has."""
     if sizes.head_dim <= _SMALL_HEADS:
         return None  # known without the device
     group = sizes.num_heads // sizes.num_kv_heads
@@ -151,7 +151,8 @@ class _Memory:
     Views are kept too, and found by what was asked for: to make one takes as long as a launch.
 
     Attributes:
-        moves: how often a block gave way to a larger one: what was captured with the smaller one must not run again.
+        moves: number of times that a block gave way to a larger one: graphs captured with the smaller one must not run
+            again.
     """
 
     def __init__(self, cuda: torch.device) -> None:
@@ -180,7 +181,7 @@ class _Memory:
             self._grow(name, dtype, count)
 
     def _grow(self, name: str, dtype: torch.dtype, count: int) -> torch.Tensor:
-        self._views.clear()  # they keep the block that goes
+        self._views.clear()  # views keep the block that goes
         memory = self._kept[name, dtype] = torch.empty(count, dtype=dtype, device=self._cuda)
         self.moves += 1
         return memory
@@ -207,7 +208,7 @@ class CudaDense:
 
     @property
     def stream(self) -> core._DeviceStream:
-        """Where operations are launched, and report to `faults`."""
+        """The stream on which operations are launched; they report to `faults`."""
         # `torch.cuda.current_stream` takes ten times as long, for every launch.
         return self.faults.on(torch._C._cuda_getCurrentRawStream(self._ordinal))
 
@@ -220,12 +221,13 @@ class CudaDense:
         return _CudaTable(self, self.placement.vector(table))
 
     def owe(self, total: torch.Tensor, residual: torch.Tensor) -> None:
-        """``total`` += ``residual``, by the norm that reads it next, or else before whatever comes next."""
+        """Owe ``total`` += ``residual``: the next norm that reads it makes the sum, or else the next operation does
+        before it begins."""
         self.settle()
         self._owed = total, residual
 
     def forget(self) -> None:
-        """Of a pass that broke off, no sum is owed."""
+        """Drop the sum that is owed, after a pass that broke off."""
         self._owed = None
 
     def settle(self) -> None:
@@ -293,7 +295,7 @@ class CudaDense:
     def rotated(
         self, kv: KvMemory, layer: int, plan: DevicePlan, qkv: torch.Tensor, rope: Any, heads: Heads
     ) -> torch.Tensor:
-        """As `rope_write`, of a plan that is on the device."""
+        """Write as `rope_write` does, for a plan that is on the device."""
         self.settle()
         kv_heads, head_dim = kv.tensor.shape[3:]
         rows = qkv.shape[0]
@@ -327,7 +329,7 @@ class CudaDense:
     def kv_move(self, kv: KvMemory, moves: Moves) -> None:
         if len(moves):
             moves.claim(kv.tensor.data_ptr(), kv.tensor.nbytes)
-            # One request: a move may depend on the one before.
+            # One request at a time: a move may depend on the one before.
             pairs = self.upload(
                 torch.cat((from_dlpack(moves.src), from_dlpack(moves.dst), torch.tensor([0, len(moves)])))
             )
@@ -362,7 +364,7 @@ class CudaLinear:
 
     Attributes:
         weight: [N, K].
-        workspace_bytes: that its algorithms want.
+        workspace_bytes: bytes of workspace that its algorithms want.
     """
 
     def __init__(self, dense: CudaDense, weight: torch.Tensor, bias: torch.Tensor | None, scores: bool) -> None:
@@ -385,7 +387,7 @@ class CudaLinear:
 
     @property
     def product(self) -> core._DeviceLinear:
-        """Its algorithms, all of one class of bits."""
+        """Algorithms of the product, all of one class of bits."""
         return self._product
 
     def forward(
@@ -427,13 +429,13 @@ class DevicePlan:
     """A plan's arrays on the device.
 
     Attributes:
-        phase: of a round, as a `Plan` names it.
+        phase: phase of a round, as a `Plan` names it.
         positions, out_slots: int32 [Q].
         lens, starts: positions before a request's queries and its first query, int32 [B] and [B + 1].
         table: pages of each request, int32 [rows, columns].
         mask: int64 [Q], or ``None`` of a causal plan.
-        rows: each request's row of the table, int32 [B]; ``None`` where they are in its order.
-        most_queries: of one request.
+        rows: each request's row of the table, int32 [B]; ``None`` where rows are in the order of requests.
+        most_queries: most queries of one request.
         page_size: tokens of a page.
     """
 
@@ -522,7 +524,7 @@ class CudaAttention:
         if why:
             raise ConfigError(f"tree = ({tree.topk}, {tree.steps}, {tree.draft_tokens}): {why}")
         self._dense, self._draft = dense, (tree.topk, tree.steps)
-        self._plan: tuple[Plan, DevicePlan] | None = None  # of the pass at hand, for all of its layers
+        self._plan: tuple[Plan, DevicePlan] | None = None  # plan of the pass at hand, for all of its layers
 
     def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         return self._dense.rope(cos, sin)

@@ -28,7 +28,7 @@ _KEPT: dict[torch.dtype, Literal["bf16", "f16", "f32"]] = {
 
 
 def kept_dtype(placement: Placement, stored: torch.dtype) -> torch.dtype:
-    """What the host's products keep a matrix in that is stored in a dtype."""
+    """Return the dtype in which the host's products keep a matrix that is stored in a dtype."""
     wanted = placement.weights or stored
     return wanted if wanted in _KEPT else HOST.activations
 
@@ -86,8 +86,8 @@ class TorchDense:
 
 
 class HostDense:
-    """The Rust kernels: packed weights, and what surrounds a product fused into it. torch where there is nothing to
-    compute: it copies rows, and rotates for attentions that do not.
+    """The Rust kernels: packed weights, with the operations around a product fused into it. torch does what needs no
+    arithmetic: it copies rows, and rotates for attentions that do not.
 
     placement: of the host, in f32. Weights are kept as the checkpoint has them, in bf16, f16 or f32, unless it says
     which: bf16 rounds f32 and f16 weights, for half the memory of f32 and nearly twice the speed of decoding. Products

@@ -54,7 +54,7 @@ class Eagle3Head:
         self.embedding = dense.embedding(weights.load("embed_tokens.weight")) if own else target.embedding
         self._inputs: HeadInputs
         self._norm: torch.Tensor | None = None
-        self._lends: LlamaModel | None = target  # whose last product the head uses
+        self._lends: LlamaModel | None = target  # the model whose last product the head uses
         self.lm_head: Linear = target.lm_head
         if isinstance(config, Eagle1Config):
             self._inputs = Eagle1Inputs(config, weights, ops, self.embedding)
@@ -86,7 +86,8 @@ class Eagle3Head:
 
     @staticmethod
     def check(directory: str | Path, target: ModelConfig) -> tuple[HeadConfig, dict[str, tuple[int, ...]]]:
-        """The head's configuration and the shapes of its tensors, checked against a target of which nothing is loaded.
+        """Return the head's configuration and the shapes of its tensors, checked against a target of which nothing is
+        loaded.
 
         Raises as `load` does, but for the vocabulary map, which is in the weights.
         """
@@ -96,7 +97,8 @@ class Eagle3Head:
 
     @staticmethod
     def check_vocabulary(directory: str | Path, target: ModelConfig) -> int:
-        """How many of the target's tokens the head can draft, by its vocabulary map; of a head that `check` passed.
+        """Return how many of the target's tokens the head can draft, by its vocabulary map; the head has passed
+        `check`.
 
         Raises DraftMismatchError.
         """
@@ -109,7 +111,7 @@ class Eagle3Head:
         return self.config.draft_vocab_size
 
     def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> KvMemory:
-        """Memory for the head's own KV, of one layer; slots are those of the target's cache."""
+        """Return memory for the head's own KV, of one layer; its slots are those of the target's cache."""
         return new_cache(self.config, 1, num_pages, page_size, self.placement, dtype)
 
     def reserve(self, rows: int, logit_rows: int, step_rows: int) -> None:
@@ -123,12 +125,13 @@ class Eagle3Head:
 
     @property
     def moves(self) -> int:
-        """How often the memory of `extend` and `step` moved."""
+        """Number of times that the memory of `extend` and `step` moved."""
         memory = (self._extend_work, self._extend_tail, self._extend_logits, self._step_work, self._step_logits)
         return sum(m.moves for m in memory)
 
     def products(self) -> Iterator[tuple[str, Linear]]:
-        """Every product of the head, by what its weight is called; that of q, k and v is split by what it reads."""
+        """Yield every product of the head, with the name of its weight; the product of q, k and v is split by its
+        inputs."""
         yield from self._inputs.products()
         yield from self._tail.products(LAYER)
         yield "lm_head", self.lm_head
@@ -165,9 +168,9 @@ class Eagle3Head:
         return self._predict(residual, attended, tail, logits)
 
     def write(self, tokens: torch.Tensor, aux: Sequence[torch.Tensor], plan: Plan, kv: KvMemory) -> torch.Tensor:
-        """Rows of `extend` whose logits nobody wants: keys and values alone, at less than half of the cost, and to the
-        same bits on the host. Returns them, [Q, 2 Hkv D] before the rotation, a view that the next `write` overwrites.
-        """
+        """Run rows of `extend` whose logits are not wanted: keys and values alone, at less than half of the cost, and
+        to the same bits on the host. Returns them, [Q, 2 Hkv D] before the rotation, a view that the next `write`
+        overwrites."""
         features = self._features(tokens, aux, plan)
         w = self._write_work.rows(len(features))
         if len(features):
@@ -310,8 +313,8 @@ def _check_eagle1(config: Eagle1Config, weights: Checkpoint) -> dict[str, tuple[
 def _vocabulary_map(
     config: HeadConfig, weights: Checkpoint, target: ModelConfig
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(d2t int64 [draft vocabulary]: what to add to a draft id, None where nothing is, and the sums: target ids), on
-    the host."""
+    """Return (d2t int64 [draft vocabulary]: the number to add to a draft id, None where nothing is added; and the sums:
+    target ids), on the host."""
     draft = torch.arange(config.draft_vocab_size)
     if "d2t" not in weights:
         if config.draft_vocab_size != config.vocab_size:

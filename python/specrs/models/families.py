@@ -22,18 +22,18 @@ class Block:
     """Differences of a model's forward pass from Llama's. The defaults are Llama itself.
 
     Attributes:
-        fused_files: whether the checkpoint has q, k and v stacked in one tensor, and gate and up in one.
+        fused_files: true if the checkpoint has q, k and v stacked in one tensor, and gate and up in one.
         whole_qk_norm: RMSNorm over all query heads together, and over all key heads, before the rotation.
-        norms: where RMSNorms stand: before attention and before the MLP; after each, on what it adds to the residual
+        norms: places of the RMSNorms: before attention and before the MLP; after each, on what it adds to the residual
             stream; or both.
         norm_offset: added to every norm's weight.
-        activation: of the gate.
+        activation: activation of the gate.
         score_scale: factor on attention's scores; ``None``: 1 / sqrt(head_dim).
         score_cap: c in c * tanh(x / c) of a scaled score x.
         embedding_scale: factor on embeddings as they enter the first layer.
-        rounds_scale: whether that is rounded to the type of activations first.
+        rounds_scale: true if that scale is rounded to the type of activations first.
         residual_scale: factor on what attention and MLP add to the residual stream.
-        logits_divisor: of the last product's outputs.
+        logits_divisor: divisor of the last product's outputs.
         logits_cap: c in logits = c * tanh(logits / c), behind the divisor.
     """
 
@@ -56,27 +56,28 @@ LLAMA = Block()
 
 @dataclass(frozen=True)
 class Family:
-    """How a family's configuration is read. The defaults are Llama's.
+    """Rules for reading a family's configuration. The defaults are Llama's.
 
     Attributes:
-        model_type: as `config.json` names it.
-        qkv_bias, o_bias: of attention's products; ``None``: `attention_bias` says.
+        model_type: the family's name in `config.json`.
+        qkv_bias, o_bias: true if attention's products have a bias; ``None``: `attention_bias` says.
         mlp_bias: ``None``: `mlp_bias` says.
         qk_norm: RMSNorm of queries and keys before the rotation: of each head, or of all heads as one row.
-        window: which layers `sliding_window` counts for: none, all, those that `use_sliding_window` switches on, or
+        window: layers that `sliding_window` counts for: none, all, those that `use_sliding_window` switches on, or
             those that `layer_types` (or a pattern of layers) names.
-        pattern: of `window` "typed" without `layer_types`: every layer attends to a window but each such one.
+        pattern: period of the layers without a window, where `window` is "typed" and there are no `layer_types`: every
+            other layer attends to a window.
         ropes: one rotary embedding for all layers, none in some layers (`no_rope_layers`), or one for each kind of
             layer.
-        partial_rotary: whether `partial_rotary_factor` may be below 1.
-        longrope: whether rope scaling is LongRoPE, whatever it is called.
+        partial_rotary: true if `partial_rotary_factor` may be below 1.
+        longrope: true if rope scaling is LongRoPE, whatever its name.
         act_key, acts: the key of the activation, and its names.
-        multipliers: whether Granite's four multipliers are read.
+        multipliers: true if Granite's four multipliers are read.
         scaled_embedding: embeddings are multiplied by sqrt(hidden_size).
         query_scalar: scores are scaled by 1 / sqrt(`query_pre_attn_scalar`).
-        caps: whether `attn_logit_softcapping` and `final_logit_softcapping` are read.
-        head_dim: where the configuration gives none; ``None``: hidden_size / heads.
-        defaults: what keys are where the configuration lacks them.
+        caps: true if `attn_logit_softcapping` and `final_logit_softcapping` are read.
+        head_dim: size of a head where the configuration gives none; ``None``: hidden_size / heads.
+        defaults: values of keys that the configuration lacks.
     """
 
     model_type: str
@@ -103,7 +104,8 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def block(self, get: Reader, hidden_size: int) -> Block:
-        """What a model of the family does. Raises UnsupportedModelError for a value that nothing here computes."""
+        """Return how a model of the family computes. Raises UnsupportedModelError for a value that nothing here
+        computes."""
         return Block(
             fused_files=self.fused_files,
             whole_qk_norm=self.qk_norm == "whole",
@@ -204,4 +206,4 @@ FAMILIES: dict[str, Family] = {
         },
     ),
 }
-"""By the first entry of `architectures`."""
+"""Families by the first entry of `architectures`."""

@@ -14,7 +14,7 @@ import torch
 
 from specrs.models.placement import Placement
 
-_PASSES = 32  # of one size that a block has room for
+_PASSES = 32  # passes of one size for which a block has room
 
 
 class FeatureRows:
@@ -27,8 +27,8 @@ class FeatureRows:
         aux_layers: the layers whose input is a feature.
         layers: [rows, h] for each of them.
         stacked: the same memory, [n_aux, rows, h].
-        first: where the embedding goes.
-        turns: by layer, where its output goes; absent where it stays in place.
+        first: memory for the embedding.
+        turns: memory for each layer's output, by layer; absent where the output stays in place.
         last: the layer whose output leaves this memory.
     """
 
@@ -61,10 +61,10 @@ class FeatureMemory:
 
     def __init__(self, aux_layers: tuple[int, ...], hidden_size: int, placement: Placement) -> None:
         self._aux_layers, self._hidden_size, self._placement = aux_layers, hidden_size, placement
-        self._ready: dict[int, Iterator[FeatureRows]] = {}  # by rows
+        self._ready: dict[int, Iterator[FeatureRows]] = {}  # keyed by the number of rows
 
     def rows(self, count: int) -> FeatureRows:
-        """Memory for ``count`` rows that nothing else refers to."""
+        """Return memory for ``count`` rows that nothing else refers to."""
         ready = next(self._ready.get(count, iter(())), None)
         return ready if ready is not None else self._block(count)
 

@@ -25,7 +25,7 @@ _FIELDS = {
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
 }  # fmt: skip
-_GREEDY = ("repetition_penalty", "max_tokens")  # what still counts without sampling
+_GREEDY = ("repetition_penalty", "max_tokens")  # parameters that count without sampling, too
 # Keys that change which tokens come out and that specrs does not implement, with the values that change nothing.
 _IGNORED: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,), "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "penalty_alpha": (0,),
@@ -39,7 +39,7 @@ _IGNORED: dict[str, tuple[Any, ...]] = {
 
 
 def default_sampling(directory: ModelSource) -> SamplingParams:
-    """What a model directory's `generation_config.json` says; greedy where there is none.
+    """Read the sampling parameters of a model directory's `generation_config.json`; greedy where there is none.
 
     Raises:
         ModelFileError: a file that is no JSON object.
@@ -50,10 +50,9 @@ def default_sampling(directory: ModelSource) -> SamplingParams:
 
 
 def stated_sampling(directory: ModelSource) -> SamplingParams:
-    """What the file itself says, and nothing that transformers would add: fields that it leaves out are None, the
-    temperature too. `do_sample` false is greedy decoding; a file that does not say whether to sample is taken at its
-    numbers. For servers, whose API has defaults of its own. Raises as `default_sampling`.
-    """
+    """Read only what the file itself says, without what transformers would add: fields that the file leaves out are
+    None, the temperature too. `do_sample` false is greedy decoding; a file that does not say whether to sample is taken
+    at its numbers. For servers, whose API has defaults of its own. Raises as `default_sampling`."""
     raw, path = model_json(directory, GENERATION, optional=True)
     known = {key: raw[key] for key in ("do_sample", *_FIELDS) if key in raw}  # `default_sampling` warns of others
     if raw.get("do_sample") is not None:

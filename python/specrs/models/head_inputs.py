@@ -36,7 +36,7 @@ def layer_kind(weights: Checkpoint) -> LayerKind:
 
 
 class HeadInputs(Protocol):
-    """Of one kind of head.
+    """Inputs of one kind of head.
 
     Attributes:
         widths: memory beside `x`, `e` and `n` of the hidden size that `project` uses: by name, columns; `qkv` is a row
@@ -48,7 +48,7 @@ class HeadInputs(Protocol):
     kv_widths: dict[str, int]
 
     def products(self) -> Iterator[tuple[str, Linear]]:
-        """Its products, by what their weights are called."""
+        """Yield the products, with the names of their weights."""
 
     def fuse(self, features: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """The head's feature [Q, h] from the target's, [Q, n_aux * target hidden]; may be in `out`."""

@@ -24,7 +24,7 @@ _TABLES = ("model.embed_tokens.weight", "embed_tokens.weight")
 
 
 def target_bytes(config: ModelConfig, model: ModelSource, placement: Placement) -> int:
-    """Of a model whose files were checked."""
+    """Return the bytes of host memory for a model whose files were checked."""
     weights = Checkpoint(model)
     names = list(LlamaModel.shapes(config))
     tied = _packed(weights, _TABLES[0], placement) if config.tie_word_embeddings else 0
@@ -32,9 +32,9 @@ def target_bytes(config: ModelConfig, model: ModelSource, placement: Placement) 
 
 
 def head_bytes(config: HeadConfig, directory: str | Path, placement: Placement) -> int:
-    """Of a draft head whose files were checked."""
+    """Return the bytes of host memory for a draft head whose files were checked."""
     weights = Checkpoint(directory, plain_name)
-    copied = isinstance(config, Eagle1Config)  # of the target's product, and not looked at
+    copied = isinstance(config, Eagle1Config)  # weights of the target's product, without being read
     names = [name for name in weights if name != "t2d" and not (copied and name == "lm_head.weight")]
     again = sum(
         _packed(weights, name, placement) for name in names if name.endswith(("k_proj.weight", "v_proj.weight"))

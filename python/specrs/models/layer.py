@@ -26,7 +26,7 @@ class Workspace:
     `rows(n)` returns the same views for the same n until the capacity grows, so that a warm call allocates nothing.
 
     Attributes:
-        moves: how often it grew: what was captured with its memory before must not run again.
+        moves: number of times that the memory grew: graphs captured with the memory of before must not run again.
     """
 
     def __init__(self, placement: Placement, **widths: int) -> None:
@@ -36,7 +36,7 @@ class Workspace:
         self._capacity = self.moves = 0
 
     def rows(self, count: int) -> dict[str, torch.Tensor]:
-        """Views [count, width], contiguous; the contents are whatever the last use left."""
+        """Return views [count, width], contiguous; they hold what the last use left."""
         views = self._views.get(count)
         if views is None:
             if count > self._capacity:
@@ -54,7 +54,7 @@ class Workspace:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What varies between decoder layers beside their sizes."""
+    """The properties in which decoder layers differ beside their sizes."""
 
     qkv_bias: bool = False
     o_bias: bool = False
@@ -64,7 +64,7 @@ class LayerKind:
 
     @classmethod
     def of(cls, config: ModelConfig) -> LayerKind:
-        """Of a target's layers."""
+        """Return the kind of a target's layers."""
         return cls(config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm, config.block)
 
     def norms(self, prefix: str) -> _Norms:
@@ -81,14 +81,14 @@ class LayerKind:
         return [f"{prefix}self_attn.qkv_proj"] if self.block.fused_files else list(qkv_names(prefix))
 
     def gate_up_names(self, prefix: str) -> list[str]:
-        """Those of the gate and up projections."""
+        """Return the names of the gate and up projections' weights."""
         parts = ("gate_up",) if self.block.fused_files else ("gate", "up")
         return [f"{prefix}mlp.{part}_proj" for part in parts]
 
 
 @dataclass(frozen=True)
 class _Norms:
-    """Of a layer: on what attention and the MLP read, and on what each adds to the residual stream."""
+    """Norms of a layer: on what attention and the MLP read, and on what each adds to the residual stream."""
 
     before_attention: str | None
     after_attention: str | None
@@ -203,7 +203,7 @@ def qkv_of(
 
 
 def qkv_products(qkv: Linear | WholeNormQkv, prefix: str) -> Iterator[tuple[str, Linear]]:
-    """Its products, by what their weights are called."""
+    """Yield the products, with the names of their weights."""
     if isinstance(qkv, WholeNormQkv):
         yield from zip(qkv_names(prefix), qkv.parts, strict=True)
     else:
@@ -243,7 +243,7 @@ class LayerTail:
         return wide
 
     def products(self, prefix: str) -> Iterator[tuple[str, Linear]]:
-        """Its products, by what their weights are called."""
+        """Yield the products, with the names of their weights."""
         yield f"{prefix}self_attn.o_proj", self.o
         yield f"{prefix}mlp.gate_up_proj", self.gate_up
         yield f"{prefix}mlp.down_proj", self.down
@@ -291,7 +291,7 @@ class LayerTail:
 
 
 def stacked(dense: Dense, weights: Checkpoint, names: list[str], bias: bool, gated: bool = False) -> Linear:
-    """One linear of several projections of the same input, their rows stacked in the order of `names`."""
+    """Return one linear of several projections of the same input, their rows stacked in the order of `names`."""
     weight = _stack([weights.load(f"{name}.weight") for name in names])
     return dense.linear(weight, _stack([weights.load(f"{name}.bias") for name in names]) if bias else None, gated)
 

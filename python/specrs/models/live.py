@@ -24,11 +24,11 @@ class LiveModel:
     """A model in memory.
 
     Attributes:
-        name: by which errors and `repr` call it.
-        files: what its JSON files would hold, by file name: `config.json`, and perhaps `generation_config.json`.
-        tensors: by the names of its checkpoint. Nobody may write to them while an engine uses them: it reads some where
-            they lie, and has copied others.
-        tokenizer: of its prompts; ``None``: prompts are token ids.
+        name: name of the model in errors and `repr`.
+        files: content of its JSON files, by file name: `config.json`, and perhaps `generation_config.json`.
+        tensors: tensors by their names in the model's checkpoint. Nobody may write to them while an engine uses them:
+            it reads some where they lie, and has copied others.
+        tokenizer: tokenizer of its prompts; ``None``: prompts are token ids.
     """
 
     name: str
@@ -41,7 +41,7 @@ class LiveModel:
 
 
 ModelSource = str | Path | LiveModel
-"""A model: its directory, or what is in memory."""
+"""A model: its directory, or a model in memory."""
 
 
 def model_json(model: ModelSource, file: str, *, optional: bool = False) -> tuple[dict[str, Any], Path]:

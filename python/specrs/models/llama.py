@@ -116,7 +116,7 @@ class LlamaModel:
         return shapes
 
     def _rope_tables(self) -> list[Any]:
-        """Each layer's, made once for each embedding that there is."""
+        """Return each layer's table; each embedding has one."""
         config, positions = self.config, self.max_context_len + ROPE_SLACK
         each = [config.rope_of(i) for i in range(config.num_layers)]
         rope = self.ops.attention.rope
@@ -132,7 +132,7 @@ class LlamaModel:
 
     @property
     def moves(self) -> int:
-        """How often the memory of passes moved whose logits are all wanted."""
+        """Number of times that the memory moved of passes whose logits are all wanted."""
         return self._work.moves + self._qkv_work.moves + self._logits.moves
 
     def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> KvMemory:
@@ -140,7 +140,8 @@ class LlamaModel:
         return new_cache(self.config, self.config.num_layers, num_pages, page_size, self.ops.placement, dtype)
 
     def products(self) -> Iterator[tuple[str, Linear]]:
-        """Every product of the model, by what its weight is called; q, k and v are one, and gate and up."""
+        """Yield every product of the model, with the name of its weight; q, k and v are one product, and so are gate
+        and up."""
         for i, (qkv, tail) in enumerate(zip(self._qkv, self._tails, strict=True)):
             yield from qkv_products(qkv, f"model.layers.{i}.")
             yield from tail.products(f"model.layers.{i}.")
@@ -219,7 +220,7 @@ class LlamaModel:
         return logits, features
 
     def finish(self, logits: torch.Tensor) -> None:
-        """From the last product's outputs to logits, in place."""
+        """Turn the last product's outputs into logits, in place."""
         block = self.config.block
         if block.logits_divisor != 1.0:
             logits.div_(block.logits_divisor)

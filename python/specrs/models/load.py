@@ -1,4 +1,4 @@
-"""From directories to models."""
+"""Loads models from directories."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ from specrs.models.weight_files import (
 _DERIVED = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$|.*\.self_attn\.bias$|.*\.masked_bias$")
 
 
-# Bytes read from a file before it is opened anew: what was read through one mapping counts as this process's memory.
+# Bytes read from a file before it is opened anew: bytes read through one mapping count as this process's memory.
 _RENEW = 256 << 20
-_ROWS = 4096  # of two tensors that are compared, at a time
+_ROWS = 4096  # rows of two tensors that are compared at a time
 
 
 @dataclass(frozen=True)
@@ -100,21 +100,21 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors, as they are stored, once `check` has passed them."""
+        """Bytes of all tensors, as they are stored, once `check` has passed them."""
         return sum(math.prod(stored.shape) * _bits(stored.dtype) // 8 for stored in self._where.values())
 
     def path(self, name: str) -> Path:
-        """The file that holds a tensor; the directory's usual file for one that is missing (for error messages)."""
+        """Return the file that holds a tensor; for a missing tensor the directory's usual file (for error messages)."""
         if name in self._where:
             return self._where[name].path
         return self._usual
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """From the header."""
+        """Return the shape, from the header."""
         return self._locate(name).shape
 
     def dtype(self, name: str) -> str:
-        """From the header, in safetensors' spelling, such as `BF16`."""
+        """Return the dtype, from the header, in safetensors' spelling, such as `BF16`."""
         return self._locate(name).dtype
 
     def check(
@@ -148,7 +148,7 @@ class Checkpoint:
                 )
 
     def load(self, name: str) -> torch.Tensor:
-        """One tensor on the checkpoint's device, contiguous; on the host in its stored dtype."""
+        """Load one tensor onto the checkpoint's device, contiguous; on the host in its stored dtype."""
         stored, at = self._locate(name), self._at
         tensor = self._from_file(stored) if self._live is None else self._live.tensors[stored.name].detach()
         if not at.is_host:
@@ -159,7 +159,7 @@ class Checkpoint:
         return tensor.to(at.device).contiguous()
 
     def same(self, name: str, other: str) -> bool:
-        """Whether two matrices have the same shape, dtype and values; without memory for them."""
+        """Return whether two matrices have the same shape, dtype and values; without memory for them."""
         a, b = self._locate(name), self._locate(other)
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             return False
@@ -177,7 +177,7 @@ class Checkpoint:
             raise ModelFileError(a.path, f"not readable: {error}", a.name) from error
 
     def _from_file(self, stored: _Stored) -> torch.Tensor:
-        """On the checkpoint's device."""
+        """Load a tensor onto the checkpoint's device."""
         at = self._at
         if self._open is None or self._open[0] != stored.path or self._read > _RENEW:
             self._open, self._read = None, 0  # the file that was open is closed first
@@ -199,13 +199,13 @@ class Checkpoint:
 
 
 def _bits(dtype: str) -> int:
-    """How many a value has, by its type's name: F8_E4M3 has 8; BOOL, which has no number, a byte."""
+    """Return the bits of a value, by its type's name: F8_E4M3 has 8; BOOL, whose name has no number, a byte."""
     digits = re.search(r"[0-9]+", dtype)
     return int(digits[0]) if digits else 8
 
 
 def _in_memory(name: Path, tensor_name: str, tensor: torch.Tensor) -> _Stored:
-    """A tensor as a file's header would have it. ModelFileError: one without values."""
+    """Describe a tensor as a file's header would. ModelFileError: a tensor without values."""
     if tensor.is_meta:
         why = "on the meta device, so without values: offloaded, or never loaded"
         raise ModelFileError(name, why, tensor_name)
@@ -213,7 +213,7 @@ def _in_memory(name: Path, tensor_name: str, tensor: torch.Tensor) -> _Stored:
 
 
 def _check_finite(tensor: torch.Tensor, stored: _Stored) -> None:
-    """Refuses a tensor with NaN or an infinity; it may be one by its dtype alone."""
+    """Refuse a tensor with NaN or an infinity; the conversion to its dtype alone may have made one."""
     if not tensor.numel() or all(bool(torch.isfinite(bound)) for bound in torch.aminmax(tensor)):
         return
     bad = (~torch.isfinite(tensor)).nonzero()

@@ -1,4 +1,4 @@
-"""From what a user names to a model directory: a path, or a Hugging Face id, alone or with a revision behind an `@`.
+"""Finds the model directory that a user names: by a path, or a Hugging Face id, alone or with a revision behind an `@`.
 
 A snapshot of an id is taken from the local hub cache; where it has none, `huggingface_hub` downloads one into it, the
 files that specrs reads alone. `HF_HUB_OFFLINE` and `TRANSFORMERS_OFFLINE` forbid that. A directory that holds no model
@@ -29,16 +29,17 @@ _NEEDS = {
 }
 
 
-_READ = [  # of a repository: not the same weights in other formats
+_READ = [  # files of a repository, without the same weights in other formats
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "acceptance.json",
     "chat_template.jinja", "additional_chat_templates/*.jinja", "model*.safetensors", "model.safetensors.index.json",
-    "adapter_config.json",  # so that an adapter is seen, and refused
+    "adapter_config.json",  # an adapter must be seen to be refused
 ]  # fmt: skip
-_READ_ELSE = [PICKLED, f"{PICKLED}.index.json", "pytorch_model-*-of-*.bin"]  # of one without safetensors
-_ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # as peft saves one
+_READ_ELSE = [PICKLED, f"{PICKLED}.index.json", "pytorch_model-*-of-*.bin"]  # files of a repository without safetensors
+# Files of an adapter as peft saves it.
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_FOLDER = re.compile(r"(?!\.+$)[\w.-]{1,64}", re.ASCII)  # of a snapshot: within the folder of all
+_FOLDER = re.compile(r"(?!\.+$)[\w.-]{1,64}", re.ASCII)  # name of a snapshot's folder, within the folder of all
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
@@ -52,7 +53,7 @@ class _Wish:
 
     @property
     def get(self) -> str:
-        """How to download it by hand."""
+        """The command that downloads the model by hand."""
         at = "" if self.revision == "main" else f" --revision {self.revision}"
         return f"hf download {self.name}{at} --local-dir {self.name.split('/')[1]}"
 
@@ -66,16 +67,16 @@ def locate(given: str | os.PathLike[str], role: str, *, download: bool = True, p
     Args:
         given: a path, ``org/name``, or ``org/name@revision``: a branch, a tag or a whole commit; else ``main``.
         role: ``"model"`` or ``"draft"``, the argument that errors name.
-        download: whether a snapshot that the hub cache lacks may be downloaded.
-        progress: of a download; see `specrs.progress`.
+        download: true if a snapshot that the hub cache lacks may be downloaded.
+        progress: progress bar of a download; see `specrs.progress`.
 
     Raises:
-        ModelFileError: nothing there that can be loaded, with what there is and what would work.
-        HubError: a `ModelFileError`: it is not in the hub cache, and could not be downloaded; ``why`` says why.
+        ModelFileError: nothing there can be loaded; the message says what there is and what would work.
+        HubError: a `ModelFileError`: the model is not in the hub cache, and could not be downloaded; ``why`` says why.
     """
     name = os.fspath(given)
     path = Path(given)
-    if not name:  # which a path takes for the folder that the process stands in
+    if not name:  # a path takes an empty name for the current folder
         raise ModelFileError(path, f"{role} = '': no path; give {_NEEDS[role]}")
     try:
         there, directory = path.exists(), path.is_dir()
@@ -99,7 +100,7 @@ def locate(given: str | os.PathLike[str], role: str, *, download: bool = True, p
 
 
 def hub_cache() -> Path:
-    """Where huggingface_hub keeps snapshots, by its environment variables."""
+    """Return the folder where huggingface_hub keeps snapshots, by its environment variables."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(name):
             return Path(os.environ[name]).expanduser()
@@ -110,7 +111,7 @@ def hub_cache() -> Path:
 def _cached(wish: _Wish) -> Path:
     cache, role = hub_cache(), wish.role
     folder = cache / f"models--{wish.name.replace('/', '--')}"
-    snapshot = folder / "snapshots" / wish.revision  # of a commit
+    snapshot = folder / "snapshots" / wish.revision  # snapshot of a commit
     if not _COMMIT.fullmatch(wish.revision):
         try:
             commit = (folder / "refs" / wish.revision).read_text(encoding="utf-8").strip()
@@ -122,7 +123,7 @@ def _cached(wish: _Wish) -> Path:
                 f"{wish.get} (then {role}={directory!r})",
             ) from None
         snapshot = folder / "snapshots" / (commit if _FOLDER.fullmatch(commit) else "no commit")
-    _check_adapter(snapshot, role)  # which has no config.json, and more of it to download would not help
+    _check_adapter(snapshot, role)  # an adapter has no config.json, and downloading more would not help
     if not (snapshot / "config.json").is_file() or not _whole(snapshot):
         raise HubError(snapshot, f"{role}: the hub cache has no whole snapshot of {wish}. To download it: {wish.get}")
     _check(snapshot, role)
@@ -130,18 +131,18 @@ def _cached(wish: _Wish) -> Path:
 
 
 def _whole(snapshot: Path) -> bool:
-    """Whether weights are there, with every shard that an index names: a download may have been cut."""
+    """Return whether the weights are there, with every shard that an index names: a download may have been cut."""
     try:
         return all(file.is_file() for file in weight_files(snapshot)[0])
     except ModelFileError:
-        return has_weights(snapshot)  # of an index that cannot be read, the loader says what is wrong with it
+        return has_weights(snapshot)  # for an index that cannot be read, the loader says what is wrong with it
 
 
 def _download(wish: _Wish, missing: HubError, shown: bool) -> None:
     """Bring a snapshot into the hub cache. missing: why it is wanted, which errors begin with.
 
     Raises:
-        HubError: it is forbidden, or it failed.
+        HubError: the download is forbidden, or it failed.
     """
 
     def failed(why: str) -> HubError:
@@ -162,7 +163,7 @@ def _download(wish: _Wish, missing: HubError, shown: bool) -> None:
                 if has_weights(got) or _adapter(got):
                     return
                 revision = got.name  # the same commit, whatever becomes of the branch meanwhile
-    except Exception as error:  # of its own kinds, of its HTTP client's, of the disk's
+    except Exception as error:  # errors of the hub's own kinds, of its HTTP client, of the disk
         said = " ".join(str(error).split()) or "no reason given"
         raise failed(f"{type(error).__name__}: {said}") from error
     raise failed(
@@ -190,7 +191,7 @@ def _has(directory: Path, pattern: str) -> bool:
 
 
 def _file(path: Path) -> str:
-    """What a file is, where a directory is needed."""
+    """Return the kind of a file that is given in place of a directory."""
     if path.suffix == ".gguf":
         return "a GGUF file, whose format is not read; the model's original safetensors work"
     if path.suffix == ".safetensors" or path.name == PICKLED:

@@ -14,7 +14,8 @@ from specrs.models.ops import Dense, Linear
 
 
 def numerics(dense: Dense, weights: Iterable[tuple[str, Linear]]) -> dict[str, Any]:
-    """Of a device, and the class of each weight's products by its name; plain values that JSON takes.
+    """Return what the bits depend on: the device, and the class of each weight's products by its name; plain values
+    that JSON takes.
 
     On a GPU a class is a split of K and a fingerprint, which two machines share where the same rows give the same bits.
     Products that a bench opened without the contract are named under ``products``.

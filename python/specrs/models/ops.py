@@ -75,7 +75,7 @@ class Heads:
         scale: factor on the scores.
         cap: c in c * tanh(x / c) of a scaled score x, or ``None``.
         q_norm, k_norm: weights [D] of an RMSNorm of each head, or ``None``.
-        eps: of that norm.
+        eps: epsilon of that norm.
     """
 
     count: int
@@ -143,7 +143,7 @@ class Dense(Protocol):
 
 
 class Attention(Protocol):
-    """Attention over paged KV, and the writing of what it reads."""
+    """Attention over paged KV; it writes the keys and values that it reads."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -171,5 +171,5 @@ class Ops:
 
     @property
     def placement(self) -> Placement:
-        """Where its memory lies, and its dtypes."""
+        """Device of the head's memory, and its dtypes."""
         return self.dense.placement

@@ -35,13 +35,15 @@ _KINDS = {
 }  # fmt: skip
 _REBUILD = ("torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor")
 _PARAMETER = ("torch._utils _rebuild_parameter", "torch._utils _rebuild_parameter_with_state")
-# torch asks for a buffer that could be written to; nobody writes, so no memory is set aside for copies of its pages.
+# torch asks for a buffer that could be written to; nobody writes to it, so no memory is set aside for copies of its
+# pages.
 _PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.11
 _MAGIC = 0x1950A86A20F9469CFC6C
-_ZIP = b"PK\x03\x04"  # what stands before each record of an archive
-_LOCAL = struct.Struct("<4s22xHH")  # there: the lengths of a record's name and of what follows it
-_DIMENSIONS, _LARGEST = 64, 1 << 48  # of a tensor, as torch has it; of its sizes, so that no product in bytes overflows
-_INERT = ("torch Size", "torch device")  # of what may stand beside tensors, and is not read
+_ZIP = b"PK\x03\x04"  # mark before each record of an archive
+_LOCAL = struct.Struct("<4s22xHH")  # header there: the lengths of a record's name and of the part that follows it
+# Limits of a tensor: dimensions, as torch has it; size, so that no product in bytes overflows.
+_DIMENSIONS, _LARGEST = 64, 1 << 48
+_INERT = ("torch Size", "torch device")  # values that may stand beside tensors, and are not read
 _VALUES = {
     "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
 }  # fmt: skip
@@ -50,20 +52,20 @@ _MOST = 2_000_000  # operations, of which a tensor takes 25
 
 
 class _Refused(Exception):
-    """A file that is whole, and holds what is not read."""
+    """A file is whole, but holds something that is not read."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """What a pickle would import."""
+    """A name that a pickle would import."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Key:
-    """A key of a dictionary that is no text, by what it is. What stands beside tensors may have any, and hashing a
-    stranger's value may not end."""
+    """A key of a dictionary that is no text, described by its kind. Values beside tensors may have any key, and hashing
+    a stranger's value may not end."""
 
     what: str
 
@@ -77,7 +79,7 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """As the pickle has it, unchecked."""
+    """A tensor as the pickle describes it, unchecked."""
 
     storage: _Storage
     offset: Any
@@ -103,10 +105,10 @@ class PickledSlice:
 
 
 class PickledFile:
-    """A file of tensors by name, open; what is read of it is mapped.
+    """A file of tensors by name, open; the parts that are read are mapped.
 
     Raises:
-        ModelFileError: it is not whole, or has anything but tensors by name whose values it holds.
+        ModelFileError: the file is not whole, or has anything but tensors by name whose values it holds.
     """
 
     def __init__(self, path: Path) -> None:
@@ -131,7 +133,7 @@ class PickledFile:
             raise ModelFileError(path, str(refused)) from None
         except OSError as error:
             raise ModelFileError(path, f"not readable: {error.strerror}") from error
-        except Exception as error:  # whatever a stranger's bytes lead to
+        except Exception as error:  # a stranger's bytes may lead to any error
             why = "not a whole file of torch.save (truncated, or a Git LFS pointer?)"
             raise ModelFileError(path, f"{why}: {_said(error)}") from error
 
@@ -142,7 +144,8 @@ class PickledFile:
         return PickledSlice(self, name)
 
     def get_tensor(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """Where its values lie as their type wants them, the file's own memory; else a copy of them alone."""
+        """Return a tensor over the file's own memory, where its values lie there as their type wants them; else a copy
+        of them alone."""
         tensor = self.tensors[name]
         (at, size), dtype = self._records[tensor.storage.key], _KINDS[tensor.storage.kind][1]
         shape, strides, width = tensor.shape, tensor.strides, dtype.itemsize
@@ -161,7 +164,8 @@ class PickledFile:
 
 
 def _archive(file: BinaryIO) -> tuple[Any, dict[str, tuple[int, int]]]:
-    """What an archive's pickle describes, and where its records lie: by key, the first byte and how many."""
+    """Return what an archive's pickle describes, and the places of its records: by key, the first byte and the number
+    of bytes."""
     with zipfile.ZipFile(file) as archive:
         infos = {info.filename: info for info in archive.infolist()}
         for name, info in infos.items():
@@ -225,7 +229,8 @@ def _stream(file: mmap.mmap) -> tuple[Any, dict[str, tuple[int, int]]]:
 
 
 def _wrong(tensor: _Tensor, records: dict[str, tuple[int, int]]) -> str | None:
-    """Why a tensor is not what its record holds; ``None``: it is, so `as_strided` stays within."""
+    """Return the reason why a tensor is not what its record holds, or ``None`` where it is, so that `as_strided` stays
+    within."""
     storage, shape, strides = tensor.storage, tensor.shape, tensor.strides
     if type(shape) is not tuple or type(strides) is not tuple or len(shape) != len(strides) or len(shape) > _DIMENSIONS:
         return "its shape and strides are none"
@@ -248,13 +253,14 @@ def _wrong(tensor: _Tensor, records: dict[str, tuple[int, int]]) -> str | None:
 
 
 def _described(file: Any, most: int, storages: dict[str, _Storage] | None = None) -> Any:
-    """The value of a pickle of plain values, dictionaries and tensors; what it leaves of the file is the next's.
+    """Return the value of a pickle of plain values, dictionaries and tensors; the rest of the file is the next
+    pickle's.
 
     storages: gets those that it names.
 
     Raises:
-        _Refused: it asks for anything else.
-        Exception: it is none.
+        _Refused: the pickle asks for anything else.
+        Exception: the bytes are no pickle.
     """
     stack: list[Any] = []
     marks: list[int] = []
@@ -343,7 +349,8 @@ def _described(file: Any, most: int, storages: dict[str, _Storage] | None = None
 
 
 def _storage(given: Any) -> _Storage:
-    """What `("storage", type, key, device, count)` names; older files have a view of another behind it, or None."""
+    """Return the storage that `("storage", type, key, device, count)` names; older files have a view of another behind
+    it, or None."""
     if type(given) is not tuple or len(given) not in (5, 6) or given[0] != "storage" or given[5:] not in ((), (None,)):
         raise _Refused("a pickle with a storage that is none")
     _, kind, key, _, count = given[:5]
@@ -355,7 +362,7 @@ def _storage(given: Any) -> _Storage:
 
 
 def _made(what: Any, given: Any) -> Any:
-    """What a call would give, of the few that files of tensors have."""
+    """Return the result of a call, one of the few that files of tensors have."""
     if type(what) is not _Name or type(given) is not tuple:
         raise _Refused(f"calls {_kind(what)}")
     if what.name == "collections OrderedDict" and given == ():
@@ -372,7 +379,7 @@ def _made(what: Any, given: Any) -> Any:
 
 
 def _said(error: Exception) -> str:
-    """What an error says, which may be the repr of anything in the file."""
+    """Return the text of an error, which may be the repr of anything in the file."""
     try:
         return f"{type(error).__name__}: {one_line(str(error))}"
     except Exception:
@@ -380,7 +387,7 @@ def _said(error: Exception) -> str:
 
 
 def _kind(value: Any) -> str:
-    """What a value is, to people."""
+    """Return the name of a value's kind for people."""
     if type(value) is _Name:
         return one_line(value.name.replace(" ", "."))
     return {_Tensor: "a tensor", _Storage: "a storage"}.get(type(value), f"a {type(value).__name__}")

@@ -12,7 +12,7 @@ class Placement:
     """Device and dtypes of a model. Its `Dense` has one; weights, activations, features and caches follow it.
 
     Attributes:
-        device: of all of them.
+        device: device of weights, activations, features and caches.
         activations: dtype of what passes between operations.
         weights: dtype that products keep their weights in; ``None``: as the checkpoint has them, never rounded.
         logits: dtype of logits; ``None``: that of activations.
@@ -25,25 +25,25 @@ class Placement:
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        """Of logits."""
+        """Type of logits."""
         return self.logits or self.activations
 
     @property
     def is_host(self) -> bool:
-        """Whether the host's kernels reach it."""
+        """True if the host's kernels reach the device."""
         return self.device == HOST.device
 
     @property
     def dtype_name(self) -> str:
-        """Of activations, as options name it."""
+        """Type of activations, as options name it."""
         return str(self.activations).removeprefix("torch.")
 
     def for_logits(self) -> Placement:
-        """Where logits lie: activations of their dtype."""
+        """Return the placement of logits: activations of their dtype."""
         return replace(self, activations=self.logits_dtype)
 
     def empty(self, *shape: int) -> torch.Tensor:
-        """Memory for activations; the contents are whatever was there."""
+        """Return memory for activations, with any contents."""
         return torch.empty(shape, dtype=self.activations, device=self.device)
 
     def vector(self, weight: torch.Tensor) -> torch.Tensor:

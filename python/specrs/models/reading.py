@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from specrs.models.errors import ModelFileError, UnsupportedModelError
 
-# Larger than any model there is; it keeps sizes far from what overflows an int64 product.
+# A size larger than that of any model; it keeps sizes far from values that overflow an int64 product.
 MAX_DIM = 1 << 24
 # Numbers become f32.
 _MAX_NUMBER = 1e30
@@ -35,7 +35,7 @@ class Reader:
         maximum: int = MAX_DIM,
         whole_floats: bool = False,
     ) -> int:
-        """whole_floats: 8192.0 counts as 8192, of a key whose type transformers does not check."""
+        """Read an integer. whole_floats: 8192.0 counts as 8192, for a key whose type transformers does not check."""
         value = self.raw.get(key)
         if whole_floats and isinstance(value, float) and value.is_integer():
             value = int(value)

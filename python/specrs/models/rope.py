@@ -13,8 +13,8 @@ from specrs.models.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """(f32 [rotary / 2] inverse frequencies in radians per position, the factor on cos and sin); of a head's elements,
-    ``share`` is rotary."""
+    """Return (f32 [rotary / 2] inverse frequencies in radians per position, the factor on cos and sin); rotary is the
+    ``share`` of a head's elements."""
     head_dim = int(head_dim * rope.share)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / (rope.theta**exponents)
@@ -24,7 +24,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
     if rope.kind == "linear":
         return plain / rope.factor, 1.0
     if rope.kind == "longrope":
-        # Its other factors begin beyond the context before scaling, which ModelConfig.check_context refuses.
+        # The other factors begin beyond the context before scaling, which ModelConfig.check_context refuses.
         factor = 1.0 if rope.attention_factor is None else rope.attention_factor
         return 1.0 / (torch.tensor(rope.short_factors) * rope.theta**exponents), factor
     if rope.kind == "llama3":
@@ -33,7 +33,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
 
 
 def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
-    """Long wavelengths divided by `factor`, short ones kept, those between interpolated."""
+    """Divide long wavelengths by `factor`, keep short ones, and interpolate those between."""
     context, low, high = rope.original_max_position, rope.low_freq_factor, rope.high_freq_factor
     wavelength = 2 * math.pi / plain
     slow = wavelength > context / low
@@ -44,7 +44,7 @@ def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, head_dim: int, periods: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Dimensions that turn often extrapolate, those that turn rarely interpolate, with a linear ramp between."""
+    """Extrapolate dimensions that turn often, interpolate those that turn rarely, with a linear ramp between."""
 
     def dimension_of(turns: float) -> float:
         ratio = rope.original_max_position / (turns * 2 * math.pi)

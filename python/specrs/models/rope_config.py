@@ -10,7 +10,7 @@ from specrs.models.families import Family
 from specrs.models.reading import Reader
 
 KINDS = ("full_attention", "sliding_attention")
-"""Of attention layers, as `layer_types` names them."""
+"""Kinds of attention layers, as `layer_types` names them."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class RopeConfig:
     """Rotary embedding: its base and how its frequencies are scaled. `specrs.models.rope` computes the tables."""
 
     kind: str
-    """One of default, linear, dynamic, llama3, yarn, longrope."""
+    """Kind of scaling: default, linear, dynamic, llama3, yarn or longrope."""
     theta: float
     factor: float = 1.0
     original_max_position: int = 0
@@ -33,14 +33,14 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     share: float = 1.0
-    """Of a head's elements, those that are rotated: the first ones."""
+    """Share of a head's elements that are rotated: the first ones."""
     short_factors: tuple[float, ...] = ()
-    """Of longrope: what each period is multiplied by, within `original_max_position` tokens."""
+    """Factor of each period within `original_max_position` tokens, for longrope."""
 
 
 def read_rope(get: Reader, family: Family, max_position: int, head_dim: int) -> RopeConfig:
-    """Both spellings: `rope_scaling` beside `rope_theta`, and transformers 5's `rope_parameters` with all in one. Of a
-    family with an embedding for each kind of layer, that of layers without a window."""
+    """Read both spellings: `rope_scaling` beside `rope_theta`, and transformers 5's `rope_parameters` with all in one.
+    If the family has an embedding for each kind of layer, read that of layers without a window."""
     if family.ropes == "typed":
         return _rope_from(get, family, *_rope_of_kind(get, "full_attention"), max_position, head_dim)
     key, rope = _rope_object(get)
@@ -52,7 +52,7 @@ def read_rope(get: Reader, family: Family, max_position: int, head_dim: int) -> 
 
 
 def _rope_object(get: Reader) -> tuple[str, dict[str, Any]]:
-    """The key of what is said about rotary embeddings, and its object."""
+    """Return the key that describes rotary embeddings, and its object."""
     key, rope = "rope_scaling", dict[str, Any]()
     for other in ("rope_scaling", "rope_parameters"):
         given = get.raw.get(other) or {}
@@ -69,7 +69,7 @@ def _rope_object(get: Reader) -> tuple[str, dict[str, Any]]:
 
 
 def _spelt(get: Reader, rope: dict[str, Any]) -> dict[str, Any]:
-    """What both spellings have in common."""
+    """Return the keys that both spellings have in common."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = rope.get("rope_theta", get.raw.get("rope_theta"))
     return {**{k: v for k, v in rope.items() if k != "type"}, "rope_type": kind, "rope_theta": theta}
@@ -88,7 +88,7 @@ def _rope_of_kind(get: Reader, kind: str) -> tuple[str, dict[str, Any]]:
 def layer_ropes(
     get: Reader, family: Family, shared: RopeConfig, num_layers: int, max_position: int, head_dim: int
 ) -> tuple[RopeConfig | None, ...]:
-    """Each layer's rotary embedding; empty where all have the one that is shared."""
+    """Return each layer's rotary embedding; empty where all layers have the shared one."""
     if family.ropes == "some":
         every = get.integer("no_rope_layer_interval", 4, maximum=4096)
         flags = get.raw.get("no_rope_layers")
@@ -185,7 +185,8 @@ def _longrope(
 
 
 def layer_kinds(get: Reader, family: Family, num_layers: int) -> list[str]:
-    """The kind of attention of each layer, of a family whose configuration names kinds or has a pattern of them."""
+    """Return the kind of attention of each layer, for a family whose configuration names kinds or has a pattern of
+    them."""
     kinds = get.raw.get("layer_types")
     if kinds is None:
         every = get.integer("sliding_window_pattern", family.pattern, maximum=4096)

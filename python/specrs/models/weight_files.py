@@ -23,7 +23,7 @@ INTEGERS = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
 _OTHERS = {"F64": torch.float64, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
 SPELLINGS = {dtype: name for name, dtype in {**FLOATS, **INTEGERS, **_OTHERS}.items()}
 READING = (SafetensorError, OSError, ValueError, KeyError)
-"""What a tensor of an open file raises where it cannot be read."""
+"""Errors that a tensor of an open file raises where it cannot be read."""
 
 SAFETENSORS = "model.safetensors"
 PICKLED = "pytorch_model.bin"
@@ -66,13 +66,13 @@ def weight_files(directory: Path) -> tuple[Mapping[Path, list[str] | None], Path
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether a directory has a file of weights, or an index of them."""
+    """Return whether a directory has a file of weights, or an index of them."""
     names = (SAFETENSORS, PICKLED)
     return any((directory / name).is_file() or _index(directory / name).is_file() for name in names)
 
 
 def weight_bytes(*models: object) -> int:
-    """Of the files in which their weights are; 0 for what is no directory, or has none."""
+    """Return the bytes of the files that hold the weights; 0 for a path that is no directory, or has no weights."""
     total = 0
     for directory in models:
         if isinstance(directory, Path) and has_weights(directory):

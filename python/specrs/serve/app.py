@@ -32,12 +32,12 @@ def app(config: ServeConfig | Mapping[str, Any] | None = None, engine: AsyncLLM 
     Args:
         config: ``None``: of the environment (`ServeConfig.from_env`), so that servers that make applications by
             themselves need no code: ``uvicorn --factory specrs.serve:app``.
-        engine: one that the caller made, and closes; ``None``: made of the config when the server starts.
+        engine: an engine that the caller made, and closes; ``None``: the server makes one of the config when it starts.
 
     ``app.state.service`` has what the requests share while the application lives, ``app.state.engine`` the engine.
 
     Raises:
-        ConfigError: a config that is none, a ``chat_template`` that cannot be read, or Starlette is missing.
+        ConfigError: an invalid config, a ``chat_template`` that cannot be read, or Starlette is missing.
     """
     try:
         from starlette.applications import Starlette
@@ -102,7 +102,7 @@ def _lifespan(config: ServeConfig, given: AsyncLLM | None) -> Any:
             await asyncio.gather(*tasks, return_exceptions=True)
             await service.audit()
             if given is None:
-                with suppress(TimeoutError):  # of a thread, which ends with its step
+                with suppress(TimeoutError):  # the thread ends with its step
                     await engine.aclose(drain=False, grace=0.0 if service.failed else LAST_WORDS)
             service.close()
 
@@ -118,13 +118,13 @@ def make_engine(config: ServeConfig) -> AsyncLLM:
 
 
 class Posted:
-    """An endpoint that takes a body. generates: whether the engine must have room for what it asks."""
+    """An endpoint that takes a body. generates: true if the engine must have room for the request."""
 
     def __init__(self, work: Work, generates: bool) -> None:
         self._work, self._generates = work, generates
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Serve a connection, as ASGI calls it."""
         service: Service = scope["app"].state.service
         config = service.config
         exchange = Exchange(scope, receive, send, scope["specrs.record"])
@@ -148,13 +148,13 @@ class Posted:
 
 
 class Asked:
-    """An endpoint that says something as JSON. say: ``None``: the model that the path names."""
+    """An endpoint that answers with JSON. say: ``None``: the model that the path names."""
 
     def __init__(self, say: Say | None) -> None:
         self._say = say
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Serve a connection, as ASGI calls it."""
         service: Service = scope["app"].state.service
         try:
             if self._say is None:
@@ -168,10 +168,10 @@ class Asked:
 
 
 class Unstored:
-    """What would be asked of a response that is stored."""
+    """Refuses requests about a stored response: none is stored here."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Serve a connection, as ASGI calls it."""
         await refuse(scope, receive, send, RequestError(404, NOT_STORED, code="not_found"))
 
 
@@ -179,7 +179,7 @@ class Measured:
     """``GET /metrics``."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Serve a connection, as ASGI calls it."""
         service: Service = scope["app"].state.service
         body, kind = service.metrics.text()
         await Exchange(scope, receive, send, scope["specrs.record"]).whole(200, body, kind)
@@ -189,7 +189,7 @@ class Shown:
     """``GET /``: the playground."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Serve a connection, as ASGI calls it."""
         body, headers = page()
         await Exchange(scope, receive, send, scope["specrs.record"]).whole(
             200, body, b"text/html; charset=utf-8", headers
@@ -197,7 +197,7 @@ class Shown:
 
 
 async def _not_found(request: Any, error: Any) -> Any:
-    """Paths and methods that there are not, in OpenAI's form."""
+    """Answer a path or method that does not exist, in OpenAI's form."""
     from starlette.responses import JSONResponse
 
     messages = {404: "no such path", 405: "this path has no such method"}
@@ -206,7 +206,7 @@ async def _not_found(request: Any, error: Any) -> Any:
 
 
 async def _fault(request: Any, error: Exception) -> Any:
-    """What nobody foresaw, in OpenAI's form."""
+    """Answer an error that nobody foresaw, in OpenAI's form."""
     from starlette.responses import JSONResponse
 
     told = errors.of(error, 1.0) if isinstance(error, SpecrsError) else errors.of(RuntimeError(), 1.0)

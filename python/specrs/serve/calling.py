@@ -30,16 +30,16 @@ from specrs.tools import (
 
 @dataclass(frozen=True)
 class Manner:
-    """How the answers to a request are read.
+    """The manner in which answers to a request are read.
 
     Attributes:
-        dialect: of the template.
+        dialect: dialect of the template.
         tools: names that calls may have; none: there are no calls.
-        parallel: whether all calls are told.
-        named: whether the request asks for one tool: then its end is no ``"tool_calls"``, as OpenAI has it.
-        certain: whether an answer is of calls alone.
+        parallel: true if all calls are told.
+        named: true if the request asks for one tool: then its end is no ``"tool_calls"``, as OpenAI has it.
+        certain: true if an answer is of calls alone.
         thinking: marks of reasoning; ``None``: there is none.
-        include: whether reasoning is told.
+        include: true if reasoning is told.
     """
 
     dialect: Dialect = field(default_factory=Dialect)
@@ -51,7 +51,7 @@ class Manner:
     include: bool = True
 
     def voice(self) -> Speaking | None:
-        """Of one choice; ``None``: all of its text is content."""
+        """Return a reader for one choice's text; ``None``: all of the text is content."""
         return Speaking(self) if self.tools or self.thinking else None
 
     def reasoned(self, outputs: Iterable[Sequence[int]], spell: Callable[[int], bytes | None]) -> int:
@@ -65,7 +65,7 @@ class Manner:
 
 
 def chosen(fields: Mapping[str, Any]) -> tuple[Choice, Sequence[Tool]]:
-    """What a request says of its tools, and those that may be called.
+    """Return a request's choice of tools, and the tools that may be called.
 
     Raises:
         RequestError: the choice is none.
@@ -86,11 +86,11 @@ def chosen(fields: Mapping[str, Any]) -> tuple[Choice, Sequence[Tool]]:
 
 
 def manner(service: Service, fields: Mapping[str, Any], prompt: str, wish: Wish) -> tuple[Manner, Wish]:
-    """How answers are read, and what the engine is told so that they can be.
+    """Return the manner in which answers are read, and the wish that the engine needs for it.
 
     Args:
         prompt: the template's text.
-        wish: of the request.
+        wish: wish of the request.
 
     Raises:
         RequestError: the model has no tool calls that this server reads; a form that cannot be with tools.
@@ -147,7 +147,8 @@ _T = TypeVar("_T")
 
 
 class Behind(Generic[_T]):
-    """Tells the tokens behind the reasoning from those of it, the token that ends its second mark included.
+    """Separates the tokens behind the reasoning from those of the reasoning, which include the token that ends its
+    second mark.
 
     Args:
         thinking: marks of reasoning; ``None``: there is none.
@@ -163,7 +164,8 @@ class Behind(Generic[_T]):
         self._unknown: list[tuple[int, _T]] = []  # white space, and what may be the beginning of the first mark
 
     def take(self, tokens: Sequence[tuple[int, _T]], last: bool = True) -> list[tuple[int, _T]]:
-        """Of the next tokens, and what comes with each, those behind the reasoning. last: no others come."""
+        """Return the tokens of the next ones that stand behind the reasoning, each with what came with it. last: no
+        others come."""
         if self._parser is None:
             return list(tokens)
         found: list[tuple[int, _T]] = []
@@ -197,12 +199,12 @@ class Speaking:
         self._called = self._said = False
 
     def feed(self, text: str) -> list[dict[str, Any]]:
-        """Reasoning, then content and calls."""
+        """Return deltas of reasoning, then of content and calls."""
         thought, said = ("", text) if self._thought is None else self._thought.feed(text)
         return self._reasoned(thought) + self._spoken(said)
 
     def finish(self) -> list[dict[str, Any]]:
-        """What was held back; and that there is no content, where there is nothing else."""
+        """Return deltas for the text that was held back, or for empty content where there is nothing else."""
         thought, said = ("", "") if self._thought is None else self._thought.finish()
         found = self._reasoned(thought) + self._spoken(said)
         if self._calls is not None:

@@ -47,8 +47,8 @@ def prepared(service: Service, fields: Mapping[str, Any], asked: Wish) -> tuple[
     """The prompt, how answers to it are read, and what the engine is asked for. In the pool's threads.
 
     Raises:
-        ChatTemplateError: as `chat_prompt`.
-        RequestError: as `manner`.
+        ChatTemplateError: the same errors as of `chat_prompt`.
+        RequestError: the same errors as of `manner`.
     """
     prompt = chat_prompt(service, fields, asked)
     return prompt, manner(service, fields, prompt.text, service.prepared(asked))
@@ -58,8 +58,8 @@ def chat_prompt(service: Service, fields: Mapping[str, Any], wanted: Wish | None
     """The prompt that a conversation makes, in the pool's threads.
 
     Raises:
-        ChatTemplateError: as `specrs.chat.ChatTemplates.render`.
-        RequestError: as `with_known_roles`.
+        ChatTemplateError: the same errors as of `specrs.chat.ChatTemplates.render`.
+        RequestError: the same errors as of `with_known_roles`.
     """
     config, templates = service.config, service.engine.chat_templates
     limits = RenderLimits(config.max_template_seconds, config.max_template_chars)
@@ -110,7 +110,7 @@ class Call:
     manner: Manner
 
     def voice(self) -> Voice:
-        """How a choice's text becomes deltas."""
+        """Return the voice that turns a choice's text into deltas."""
         return self.manner.voice() or Plain()
 
     def opening(self) -> str:
@@ -186,7 +186,7 @@ class Call:
             pieces = [frame.event(choice, **more) for choice in voices[event.index].pieces(event)]
             if pieces:
                 await exchange.event(b"".join(pieces))
-        if usage and self.manner.thinking is not None:  # whose tokens are counted one by one
+        if usage and self.manner.thinking is not None:  # usage counts the tokens of reasoning one by one
             last = await self.service.written(lambda: self._last(flow, frame, usage))
         else:
             last = self._last(flow, frame, usage)
@@ -194,7 +194,7 @@ class Call:
         await exchange.end()
 
     def _last(self, flow: Flow, frame: Frame, usage: bool) -> list[bytes]:
-        """Events behind those of choices."""
+        """Return the events behind those of choices."""
         more: dict[str, Any] = {}
         if usage:
             more["usage"] = self._usage(flow)
@@ -216,7 +216,7 @@ class Stream:
     def head(self) -> dict[str, Any]:
         """The piece that says who speaks."""
         opening = self._call.opening()
-        # An answer of calls alone has no content, which nobody knows yet.
+        # An answer of calls alone has no content, and nothing tells yet whether this is one.
         content = opening if opening or isinstance(self._voice, Plain) else None
         found = self._piece({"role": "assistant", "content": content})
         if self._ids:
@@ -224,7 +224,8 @@ class Stream:
         return found
 
     def pieces(self, event: StreamEvent) -> list[dict[str, Any]]:
-        """What an event adds: a piece for each delta, the first with the event's tokens, the last with the end."""
+        """Return the pieces that an event adds: one for each delta, the first with the event's tokens, the last with
+        the end."""
         output = event.output
         deltas = self._voice.feed(event.text)
         if output is not None:

@@ -115,7 +115,8 @@ class Call:
         return self.reply.whole(choices, counted(flow.outputs, self.wanted.dropped).usage(), **more)
 
     def _best(self, output: RequestOutput) -> Sequence[RequestOutput]:
-        """The ``n`` that are most probable by token, the best first; all of them where none is left out."""
+        """Return the ``n`` outputs that are most probable by token, the best first; all of them where none is left
+        out."""
         outputs = output.outputs
         if len(outputs) <= self._n:
             return outputs
@@ -167,7 +168,7 @@ class Call:
         await exchange.end()
 
     def _last(self, flow: Flow, frame: Frame, usage: bool) -> list[bytes]:
-        """Events behind those of choices."""
+        """Return the events behind those of choices."""
         more: dict[str, Any] = {}
         if usage:
             more["usage"] = counted(flow.outputs, self.wanted.dropped).usage()
@@ -204,7 +205,7 @@ class Voice:
         self._shown = call.service.shown if call.fields.get("return_spec_stats") == ROUNDS else None
 
     def piece(self, event: StreamEvent) -> dict[str, Any] | None:
-        """What an event adds; ``None``: nothing that anybody asked for."""
+        """Return the piece that an event adds; ``None``: nothing that anybody asked for."""
         text, output = event.text, event.output
         if self._echo and self._fresh:
             text = self._prompt.text + text

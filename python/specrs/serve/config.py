@@ -33,19 +33,20 @@ _WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Of one server with one engine.
+    """Configuration of one server with one engine.
 
     Attributes:
-        model, draft, speculative: as `specrs.LLM` takes them.
-        engine_process: whether the engine gets a process of its own (`specrs.AsyncLLM`): it and HTTP do not wait
-            for each other.
+        model, draft, speculative: options as `specrs.LLM` takes them.
+        engine_process: true to give the engine a process of its own (`specrs.AsyncLLM`): then engine and HTTP do not
+            wait for each other.
         engine: options of `specrs.LLM`: ``device``, ``max_batch``, ``tree``, ...
-        served_names: what requests may call the model, the first one in responses that ask for none; empty: the name
-            of the model's directory, or ``org/name``.
+        served_names: names by which requests may call the model; responses to requests that name none have the first.
+            Empty: the name of the model's directory, or ``org/name``.
         host, port: to listen at; port 0 takes a free one.
         uds: a Unix domain socket to listen at instead, by its path: programs of this machine that may write to it need
             no key.
-        root_path: the path below which a proxy serves this server, and that it takes away: ``/llm``, say.
+        root_path: the path below which a proxy serves this server, and which the proxy removes from requests, such as
+            ``/llm``.
         keys: API keys; none: everybody may ask.
         allow_public_without_key: listen at an address that other machines reach, with no key.
         allowed_hosts: names that a request's ``Host`` may have; empty: any. The command line allows the names of this
@@ -53,17 +54,19 @@ class ServeConfig:
         cors_origins: web pages that browsers let ask; ``*``: all.
         playground: serve a page to try the model on at ``/``.
         max_waiting, max_waiting_tokens: requests, and their prompt tokens, that may wait for the engine; 429 beyond.
-        max_body_bytes: of a request's body; 413 beyond.
-        max_prompts: of one request of ``/v1/completions``.
-        max_prompt_chars: of one prompt, or of a rendered conversation; 0: 64 for each token of the context.
-        max_messages: of a conversation.
-        max_tools: of a request.
-        max_n: of ``n`` and ``best_of``.
-        max_outputs: of a request: its prompts times ``n``.
+        max_body_bytes: limit of a request's body; 413 beyond.
+        max_prompts: limit of prompts in one request of ``/v1/completions``.
+        max_prompt_chars: limit of one prompt's characters, or of a rendered conversation's; 0: 64 for each token of the
+            context.
+        max_messages: limit of messages in a conversation.
+        max_tools: limit of tools in a request.
+        max_n: limit of ``n`` and ``best_of``.
+        max_outputs: limit of a request's outputs: its prompts times ``n``.
         max_stop, max_stop_chars: stop strings, and characters of one.
-        max_token_ids: of ``stop_token_ids``, ``allowed_token_ids``, ``logit_bias`` and ``bad_words``: entries.
-        max_schema_bytes: of a grammar or a JSON schema.
-        max_template_seconds, max_template_chars: that rendering a conversation may take, and write.
+        max_token_ids: limit of entries in ``stop_token_ids``, ``allowed_token_ids``, ``logit_bias`` and ``bad_words``.
+        max_schema_bytes: limit of a grammar or a JSON schema.
+        max_template_seconds, max_template_chars: limits of the time that rendering a conversation takes, and of the
+            text that it writes.
         chat_template: a file with the template of conversations; ``None``: the model's own. It is read when the server
             is made, before the model is.
         tool_call_parser: the form in which the model writes tool calls: ``"hermes"``, ``"llama3"``, ``"mistral"``,
@@ -71,14 +74,14 @@ class ServeConfig:
         reasoning_parser: the marks around its reasoning: ``"think"`` (``<think>``), ``"mistral"`` (``[THINK]``),
             ``"none"``, or ``"auto"``.
         trust_request_chat_template: take templates from requests; they are rendered in a process of their own.
-        body_seconds: that a body may take to come; 408 beyond.
-        send_seconds: that a client may leave a response unread; then it is aborted.
-        keep_alive_seconds: that a connection may stay open between two requests.
-        comment_seconds: between comments on a stream on which nothing else goes.
-        drain_seconds: that requests may go on after SIGTERM; what runs then ends with ``"abort"``.
-        stall_seconds: after which a step that goes on makes ``/health`` say 503.
-        retry_after_seconds: that clients are asked to wait after 429 and 503.
-        log: a line on stdout for each request (``"requests"``), for those that fail (``"errors"``), for none.
+        body_seconds: time in which a body must come; 408 beyond.
+        send_seconds: time for which a client may leave a response unread; then the response is aborted.
+        keep_alive_seconds: time for which a connection may stay open between two requests.
+        comment_seconds: pause between comments on a stream on which nothing else is sent.
+        drain_seconds: time for which requests may go on after SIGTERM; those that still run then end with ``"abort"``.
+        stall_seconds: time after which a step that still runs makes ``/health`` say 503.
+        retry_after_seconds: time that clients are asked to wait after 429 and 503.
+        log: requests that get a line on stdout: each (``"requests"``), those that fail (``"errors"``), or none.
 
     Raises:
         ConfigError: a value of another type or out of range, by name.
@@ -151,7 +154,7 @@ class ServeConfig:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> ServeConfig:
-        """From a mapping; a name that there is not is refused."""
+        """Make a configuration from a mapping; an unknown name is refused."""
         known = {one.name for one in fields(cls)}
         for name in options:
             if name not in known:
@@ -160,8 +163,8 @@ class ServeConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> ServeConfig:
-        """From variables ``SPECRS_SERVE_<NAME>``: numbers and flags as JSON, sequences with commas between, ``ENGINE``
-        a JSON object; and ``SPECRS_API_KEY`` or ``SPECRS_API_KEY_FILE``."""
+        """Make a configuration from variables ``SPECRS_SERVE_<NAME>``: numbers and flags as JSON, sequences with commas
+        between, ``ENGINE`` a JSON object; and ``SPECRS_API_KEY`` or ``SPECRS_API_KEY_FILE``."""
         environ = os.environ if environ is None else environ
         kinds = typing.get_type_hints(cls)
         options: dict[str, Any] = {}
@@ -175,10 +178,10 @@ class ServeConfig:
         return cls(keys=Keys.from_env(environ), **options)
 
     def check_address(self) -> None:
-        """Refuse an address that other machines reach, where nobody needs a key.
+        """Refuse an address that other machines reach, if requests need no key.
 
         Raises:
-            ConfigError: with what to do.
+            ConfigError: the address is refused; the message says what to do.
         """
         if not self.keys and not self.allow_public_without_key and not self.is_local:
             raise ConfigError(
@@ -188,14 +191,14 @@ class ServeConfig:
 
     @property
     def is_local(self) -> bool:
-        """Whether this machine alone reaches the server."""
+        """True if this machine alone reaches the server."""
         return self.uds is not None or is_loopback(self.host)
 
     def check_template(self) -> None:
         """Refuse a ``chat_template`` that cannot be read.
 
         Raises:
-            ConfigError: no such file, no text, or no template in Jinja; with the line.
+            ConfigError: the file is missing, no text, or no template in Jinja; the message has the line.
         """
         if self.template is None:
             return
@@ -221,7 +224,7 @@ class ServeConfig:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What requests may call the model."""
+        """Names by which requests may call the model."""
         if self.served_names:
             return tuple(self.served_names)
         if self.model is None:
@@ -233,7 +236,7 @@ class ServeConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from its own machine alone."""
+    """Return whether an address is reached from its own machine alone."""
     if host == "localhost":
         return True
     try:
@@ -300,4 +303,4 @@ _MAY_BE_0 = ("port", "max_prompt_chars")
 _CHECKS: dict[Any, Callable[[str, object], Any]] = {
     bool: _flag, int: _count, float: _seconds, str: _text, str | None: _path, Sequence[str]: _texts,
 }  # fmt: skip
-assert isinstance(str | None, types.UnionType)  # which compares by its members, as the table needs
+assert isinstance(str | None, types.UnionType)  # a union compares by its members, as the table needs

@@ -1,4 +1,4 @@
-"""Endpoints that generate nothing: models, tokens, and how the server goes."""
+"""Endpoints that generate nothing: models, tokens, and the server's state."""
 
 from __future__ import annotations
 

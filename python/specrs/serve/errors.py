@@ -13,7 +13,7 @@ from specrs._specrs import ConfigError, GrammarFailedError, NonFiniteError, Pool
 from specrs.chat import ChatLimitError, ChatTemplateError
 from specrs.engine import EngineClosedError, EngineFailedError, EngineOverloadedError, StepFailedError
 
-_EDITED = "after logit_bias and penalties"  # as the core calls logits that the model gave sound
+_EDITED = "after logit_bias and penalties"  # the core's name for logits that were sound as the model gave them
 _MOST = 600  # characters of a message: the value in it may be the caller's, and long
 
 
@@ -21,8 +21,8 @@ class RequestError(Exception):
     """A request that is answered with an error.
 
     Attributes:
-        status: of HTTP.
-        message, type, param, code: of OpenAI's body.
+        status: status of HTTP.
+        message, type, param, code: fields of OpenAI's body of the same names.
         retry_after: seconds, where trying again may help.
     """
 
@@ -42,12 +42,12 @@ class RequestError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """For JSON."""
+        """The answer's body, for JSON."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Beside those that every response has."""
+        """Headers beside those that every response has."""
         if self.retry_after is None:
             return []
         return [(b"retry-after", str(max(1, math.ceil(self.retry_after))).encode())]
@@ -59,7 +59,7 @@ def bad(message: str, param: str | None = None, code: str | None = None) -> Requ
 
 
 def shown(value: object, most: int = 80) -> str:
-    """A value of a request's for a message: what it is, and its beginning."""
+    """Return a request's value for a message: its kind, and its beginning."""
     if isinstance(value, str):
         return repr(value) if len(value) <= most else f"{value[:most]!r}... of {len(value)} characters"
     if isinstance(value, (list, dict)):
@@ -75,12 +75,12 @@ def shortened(text: str, most: int = _MOST) -> str:
 
 
 def of(error: BaseException, retry_after: float, param: str | None = None) -> RequestError:
-    """What an error of the engine is for whoever asked.
+    """Return an error of the engine in the form for the client that asked.
 
     Args:
-        error: any; what is not foreseen is told as a fault of the server, without its text.
+        error: any error; an unforeseen one is told as a fault of the server, without its text.
         retry_after: seconds, where trying again may help.
-        param: of the request, where the error does not say.
+        param: name of the request's field, where the error does not say.
     """
     if isinstance(error, RequestError):
         return error

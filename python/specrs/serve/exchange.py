@@ -41,8 +41,8 @@ class Exchange:
     """A request of HTTP that is being answered.
 
     Attributes:
-        scope: of ASGI.
-        record: what the log line says of it.
+        scope: scope of the request, as ASGI has it.
+        record: the record that the log line is made of.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, record: Record) -> None:
@@ -70,7 +70,7 @@ class Exchange:
 
         Raises:
             RequestError: 415, 413, 408 or 400.
-            Gone: before it was there.
+            Gone: the client went before the body was there.
         """
         kind = self.header(b"content-type").split(b";")[0].strip().lower()
         if kind != b"application/json":
@@ -105,8 +105,8 @@ class Exchange:
         return RequestError(413, f"the body is larger than max_body_bytes = {most}", code="body_too_large")
 
     async def _linger(self) -> None:
-        """Read on what is not wanted, for a moment: a connection that is closed on a client who still sends is reset,
-        and the answer with it."""
+        """Read on for a moment, though nothing more is wanted: a connection that is closed on a client that still sends
+        is reset, and the answer is lost with it."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
@@ -116,7 +116,7 @@ class Exchange:
         """Do the work, unless the client goes first. To be called once the body is read.
 
         Raises:
-            Gone: it went, or does not read. The work was cancelled, and has ended.
+            Gone: the client went, or does not read. The work was cancelled, and has ended.
         """
         self._work = task = asyncio.ensure_future(work)
         listener = asyncio.ensure_future(self._listen())
@@ -203,7 +203,7 @@ class Exchange:
         self.streams = True
 
     async def event(self, event: bytes) -> None:
-        """One event, or several, each as it goes over the wire. Waits while the client is slow."""
+        """Send one event, or several, each as it goes over the wire. Waits while the client is slow."""
         await self._put(event, more=True)
 
     async def _commented(self) -> None:
@@ -247,11 +247,11 @@ class Watch:
         self._exchanges.add(exchange)
 
     def discard(self, exchange: Exchange) -> None:
-        """It is over."""
+        """Forget an exchange that is over."""
         self._exchanges.discard(exchange)
 
     async def run(self) -> None:
-        """For as long as the server lives."""
+        """Look at the exchanges again and again, as long as the server lives."""
         pause = max(min(self._keep_alive, self._patience, 4.0) / 4, 0.05)
         while True:
             await asyncio.sleep(pause)
@@ -275,7 +275,7 @@ def _parsed(raw: bytes) -> dict[str, Any]:
         raise bad(f"the body is not UTF-8 at byte {e.start}", code="invalid_json") from None
     except RecursionError:
         raise bad(f"the body is deeper than {_DEEPEST} levels", code="invalid_json") from None
-    except ValueError as e:  # also of integers with thousands of digits
+    except ValueError as e:  # an integer of thousands of digits raises it too
         raise bad(f"the body is not JSON: {e}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise bad("the body must be a JSON object", code="invalid_json")
@@ -295,7 +295,7 @@ def no_constant(name: str) -> Any:
 
 
 def shallow(value: Any, levels: int) -> bool:
-    """Whether a value is no deeper than so many levels; without recursion."""
+    """Return whether a value is no deeper than so many levels; without recursion."""
     layer = [value]
     for _ in range(levels):
         layer = [

@@ -17,7 +17,7 @@ from specrs.serve.errors import RequestError, bad, shown
 from specrs.serve.turns import arguments
 
 COMPLETIONS, CHAT, RESPONSES = "completions", "chat", "responses"
-ROUNDS = "rounds"  # of `return_spec_stats`
+ROUNDS = "rounds"  # switched on by `return_spec_stats`
 _ALL = (COMPLETIONS, CHAT, RESPONSES)
 _MAX_SEED = 2**64 - 1
 
@@ -25,7 +25,7 @@ Check = Callable[[str, Any, ServeConfig], Any]
 
 
 class Kind(enum.Enum):
-    """What becomes of a field."""
+    """Treatment of a field."""
 
     HONOURED = "honoured"
     IGNORED = "ignored"
@@ -37,12 +37,12 @@ class Field:
     """A field of a request.
 
     Attributes:
-        name: in the body.
-        kind: what becomes of it.
-        check: its value, checked, as the server uses it; raises RequestError.
-        note: for the documentation.
-        endpoints: that have it.
-        origin: whose it is: ``OpenAI``, ``vLLM`` or ``specrs``.
+        name: name in the body.
+        kind: treatment of the field.
+        check: a function that returns the field's value, checked, as the server uses it; raises RequestError.
+        note: note for the documentation.
+        endpoints: endpoints that have the field.
+        origin: origin of the field: ``OpenAI``, ``vLLM`` or ``specrs``.
     """
 
     name: str
@@ -62,7 +62,7 @@ def wrong(name: str, value: object, why: str) -> RequestError:
 
 
 def as_it_is(name: str, value: Any, config: ServeConfig) -> Any:
-    """What `specrs.SamplingParams` checks."""
+    """Pass a value on unchanged; `specrs.SamplingParams` checks it."""
     return value
 
 
@@ -193,7 +193,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
 
 
 def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Earlier calls of a conversation, whatever their arguments are: the model wrote them."""
+    """Read earlier calls of a conversation, with any arguments: the model wrote them."""
     if not isinstance(calls, list):
         raise bad(f"{where} = {shown(calls)}: must be a list", "messages")
     found = []
@@ -210,7 +210,7 @@ def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _parts(where: str, parts: list[Any]) -> str:
-    """Parts of text as one: most templates know nothing else."""
+    """Join parts of text: most templates know nothing else."""
     found = []
     for i, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -260,7 +260,7 @@ def template(name: str, value: Any, config: ServeConfig) -> str:
 
 
 def only(*neutral: Any, why: str) -> Check:
-    """Values that change nothing; others are refused."""
+    """Accept values that change nothing; refuse others."""
 
     def check(name: str, value: Any, config: ServeConfig) -> None:
         if not any(type(value) is type(one) and value == one for one in neutral):
@@ -270,7 +270,7 @@ def only(*neutral: Any, why: str) -> Check:
 
 
 def anything(name: str, value: Any, config: ServeConfig) -> None:
-    """What changes nothing, whatever it is."""
+    """Accept any value: the field changes nothing."""
 
 
 # -- the table ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from specrs.grammar import GrammarError, StructuredOutputs
 from specrs.serve.config import ServeConfig
 from specrs.serve.errors import RequestError, bad, shown
 
-#: Fields that say it, of which a request has one.
+#: Fields that ask for a form; a request has one of them.
 FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _FREE = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback")
 
@@ -42,7 +42,8 @@ def schema(name: str, value: Any, config: ServeConfig) -> StructuredOutputs:
 
 
 def structured_outputs(name: str, value: Any, config: ServeConfig) -> StructuredOutputs:
-    """vLLM's: one of ``json``, ``json_object``, ``regex``, ``choice``, ``grammar``, and how JSON is written."""
+    """Check vLLM's field: one of ``json``, ``json_object``, ``regex``, ``choice``, ``grammar``, and how JSON is
+    written."""
     if not isinstance(value, dict):
         raise bad(f"{name} = {shown(value)}: must be an object", name)
     options = {key: one for key, one in value.items() if one is not None and one is not False}
@@ -79,7 +80,7 @@ def wanted(fields: Mapping[str, Any]) -> tuple[str | None, StructuredOutputs | N
     """The field that says a request's form, and the form; checked before.
 
     Raises:
-        RequestError: several say one.
+        RequestError: several fields ask for a form.
     """
     given = [name for name in FIELDS if fields.get(name) is not None]
     if len(given) > 1:

@@ -14,9 +14,9 @@ from typing import Any
 from specrs.serve.errors import RequestError
 from specrs.serve.writing import dumps
 
-MOST_HEAD_BYTES = 64 << 10  # as h11 has it
+MOST_HEAD_BYTES = 64 << 10  # the limit that h11 has
 MOST_AHEAD_BYTES = 256 << 10
-"""Of requests that come before the one before them is answered, and wait for their turn."""
+"""Limit of the bytes that a client may send of later requests while an earlier one waits for its answer."""
 
 
 def protocol() -> type[Any]:
@@ -30,7 +30,7 @@ def protocol() -> type[Any]:
 
         _waits = 0  # bytes that are kept, since nothing of theirs is complete
         _ahead = 0  # bytes that came while requests wait for their turn
-        _told = False  # whether these bytes were of something that is
+        _told = False  # true if these bytes completed a head, a part of a body, or a message
 
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **more)

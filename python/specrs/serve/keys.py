@@ -16,7 +16,7 @@ _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 
 @dataclass(frozen=True)
 class Keys:
-    """Who may ask.
+    """Keys of those who may ask.
 
     Attributes:
         digests: SHA-256 of each key.
@@ -26,10 +26,11 @@ class Keys:
 
     @classmethod
     def of(cls, keys: Iterable[str]) -> Keys:
-        """Of keys, or of digests of them as ``sha256:<64 hexadecimal digits>``.
+        """Take keys, or digests of them as ``sha256:<64 hexadecimal digits>``.
 
         Raises:
-            ConfigError: a key that is empty, has spaces or other than ASCII, or a digest that is none. It is not shown.
+            ConfigError: a key is empty, has spaces or characters outside ASCII, or a digest is malformed. The message
+                does not show it.
         """
         digests = []
         for i, key in enumerate([keys] if isinstance(keys, str) else keys):
@@ -54,7 +55,7 @@ class Keys:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Keys:
-        """``SPECRS_API_KEY``, several with commas between, and those of the file ``SPECRS_API_KEY_FILE``."""
+        """Read the keys of ``SPECRS_API_KEY``, several with commas between, and of the file ``SPECRS_API_KEY_FILE``."""
         keys = cls.of([key for key in environ.get("SPECRS_API_KEY", "").split(",") if key])
         path = environ.get("SPECRS_API_KEY_FILE")
         return keys if not path else cls(keys.digests + cls.from_file(path).digests)
@@ -63,7 +64,8 @@ class Keys:
         return bool(self.digests)
 
     def accept(self, key: bytes) -> bool:
-        """Whether a key is one of them. The time that it takes does not depend on which, nor on what is wrong."""
+        """Return whether a key is one of them. The time of the check depends neither on which key it is, nor on what is
+        wrong with it."""
         asked = hashlib.sha256(key).digest()
         found = False
         for digest in self.digests:

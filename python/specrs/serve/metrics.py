@@ -30,9 +30,10 @@ LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0,
            960.0, 1920.0, 7680.0)  # fmt: skip
 ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PER_REQUEST = (1, 2, 5, 10, 20)
-#: Why a request ended, as vLLM calls it; all are there from the beginning, so that rates have a zero to start at.
+#: Reasons why a request ends, as vLLM calls them; all are there from the beginning, so that rates have a zero to start
+#: at.
 REASONS = ("stop", "length", "abort", "error")
-_POSITIONS = 16  # of drafts whose acceptance is told apart; deeper ones count with the last
+_POSITIONS = 16  # draft positions whose acceptance is told apart; deeper ones count with the last
 
 
 def one_two_five(most: int) -> tuple[int, ...]:
@@ -48,7 +49,7 @@ def one_two_five(most: int) -> tuple[int, ...]:
 
 
 class Measured(Protocol):
-    """What a server tells its metrics: a part of `specrs.serve.service.Service`."""
+    """The part of `specrs.serve.service.Service` that a server shows its metrics."""
 
     engine: AsyncLLM
     names: tuple[str, ...]
@@ -61,11 +62,11 @@ class Measured(Protocol):
         """HTTP requests that were admitted and have not ended."""
 
     def healthy(self) -> str | None:
-        """Why no requests can be served; ``None``: they can."""
+        """Return the reason why no requests can be served, or ``None`` where they can."""
 
 
 class Metrics:
-    """Of one server, in a registry of its own."""
+    """Metrics of one server, in a registry of its own."""
 
     def __init__(self, service: Measured) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -122,7 +123,7 @@ class Metrics:
         self.registry.register(_Engine(service, dict(zip(LABELS, labels, strict=True)), tallies))
 
     def text(self) -> tuple[bytes, bytes]:
-        """What ``/metrics`` says, and its type."""
+        """Return the answer of ``/metrics``, and its type."""
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
         return generate_latest(self.registry), CONTENT_TYPE_LATEST.encode()
@@ -138,13 +139,13 @@ class Metrics:
         self.responses.labels(path, str(record.status or 499)).inc()
 
     def step(self, step: Step) -> None:
-        """What a step did, from the engine's thread: it costs a fraction of a microsecond for each output."""
+        """Count a step, from the engine's thread: a fraction of a microsecond for each output."""
         self._steps.observe(step.tokens)
         for gap in step.gaps:
             self._gaps.observe(gap)
 
     def ended(self, outputs: Sequence[RequestOutput], times: RequestTimes) -> None:
-        """A request came to its end, with so many outputs: none of one that the engine refused."""
+        """Count a request that came to its end, with so many outputs: none if the engine refused it."""
         for output in outputs:
             self._output(output)
         if outputs:
@@ -199,12 +200,12 @@ class Tally:
         self._counts, self._sum = [0] * (len(edges) + 1), 0.0
 
     def observe(self, value: float) -> None:
-        """One more."""
+        """Count one more value."""
         self._counts[bisect_left(self._edges, value)] += 1
         self._sum += value
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """As prometheus-client has them: counts up to each edge, and the sum."""
+        """Return buckets as prometheus-client has them: counts up to each edge, and the sum."""
         counts, total = list(self._counts), 0
         found: list[tuple[str, float]] = []
         for edge, count in zip((*self._edges, float("inf")), counts, strict=True):
@@ -214,13 +215,13 @@ class Tally:
 
 
 class _Engine:
-    """What is read from the engine, or was counted in its thread, when somebody asks."""
+    """Figures that are read from the engine, or were counted in its thread, when somebody asks."""
 
     def __init__(self, service: Measured, labels: dict[str, str], tallies: Sequence[Tally]) -> None:
         self._service, self._labels, self._tallies = service, labels, tallies
 
     def collect(self) -> Iterator[Any]:
-        """As prometheus-client asks its collectors."""
+        """Yield the metrics, as prometheus-client asks its collectors."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         service = self._service

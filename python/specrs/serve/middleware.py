@@ -22,7 +22,7 @@ class Recorded:
         self._app, self._state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Serve a connection, as ASGI calls it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -46,7 +46,7 @@ class Recorded:
 
 class Hosts:
     """Refuses requests that another name led here: a web page can make a name of its own lead to this machine. It also
-    refuses those whose name nobody can tell, since they have two.
+    refuses requests with two names, since nobody can tell which one counts.
 
     Args:
         hosts: names and addresses that are allowed; none: any.
@@ -56,7 +56,7 @@ class Hosts:
         self._app, self._hosts = app, frozenset(map(host_name, hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Serve a connection, as ASGI calls it."""
         if scope["type"] == "http":
             told = self._refused(scope)
             if told is not None:
@@ -84,13 +84,13 @@ def host_name(host: str) -> str:
 
 
 class Guarded:
-    """Asks for an API key, where what is asked for costs something."""
+    """Asks for an API key, where the request costs something."""
 
     def __init__(self, app: Any, keys: Keys) -> None:
         self._app, self._keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Serve a connection, as ASGI calls it."""
         guarded = scope["type"] == "http" and scope["method"] != "OPTIONS" and _GUARDED.match(routed(scope))
         if guarded and not self._keys.accept(_presented(scope)):
             told = RequestError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")

@@ -37,8 +37,8 @@ _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
 class _GivingWay:
-    """While servers run, threads of this process give way to each other sooner, and the garbage collector, which stops
-    all of them, does not go through what there was before."""
+    """Makes threads of this process give way to each other sooner, while servers run, and keeps the garbage collector,
+    which stops all of them, from going through earlier objects."""
 
     def __init__(self) -> None:
         self._lock, self._servers, self._before = threading.Lock(), 0, 0.0
@@ -52,7 +52,8 @@ class _GivingWay:
             self._servers += 1
 
     def settle(self) -> None:
-        """What is there now stays: modules and the model, hundreds of thousands of objects, 0.1 s for the collector."""
+        """Freeze all present objects, so that the collector skips them: modules and the model, hundreds of thousands of
+        objects, 0.1 s a collection."""
         with self._lock:
             if not gc.get_freeze_count():  # else the program around it has frozen what it wants
                 self._frozen = True
@@ -82,10 +83,11 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
     or a second signal came.
 
     Args:
-        engine: as `app` takes it.
+        engine: an engine as `app` takes it.
 
     Raises:
-        ConfigError: as `app`; uvicorn is missing; an address that other machines reach, without a key.
+        ConfigError: the same errors as of `app`; uvicorn is missing; an address that other machines reach, without a
+            key.
     """
     try:
         import uvicorn
@@ -101,7 +103,7 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
 
         status = 0
         address = ""
-        closes = False  # whether who runs it closes the engine that it was given
+        closes = False  # true if the caller of the server closes the engine that it gave
         _own: socket.socket | None = None
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -138,12 +140,12 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
                     signal.signal(one, handler)
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            """Of signals, and of whoever wants the server to end as it does by one."""
+            """End the server on a signal, or for a caller that wants the server to end as it does on one."""
             if not self.started:
                 self.should_exit = True
             elif application.state.service.draining:
                 self.should_exit = True
-                with contextlib.suppress(RuntimeError):  # its loop is closed: it has ended
+                with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
                     self._loop.call_soon_threadsafe(application.state.service.force)
             else:
                 application.state.service.draining = True
@@ -168,11 +170,11 @@ def server(config: ServeConfig, engine: AsyncLLM | None = None) -> uvicorn.Serve
                 connection.shutdown()  # now, or once its response is complete
             await service.pause(lambda: not state.connections, _GRACE)
             for connection in list(state.connections):
-                connection.transport.abort()  # so that its request ends as one whose client has gone
+                connection.transport.abort()  # ends its request as one whose client has gone
             await service.pause(lambda: not state.tasks, _CUT)
             await super().shutdown([self._own] if sockets is None and self._own is not None else sockets)
             _unlink(config)
-            if self.lifespan.should_exit or service.unsound:  # it met an error at its end
+            if self.lifespan.should_exit or service.unsound:  # the app met an error at its end
                 self.status = 1
 
     return Server(
@@ -197,12 +199,12 @@ def run(config: ServeConfig) -> int:
     """Serve until a signal comes; the status for the process.
 
     Raises:
-        ConfigError and others: as `server`, and as `specrs.LLM`.
+        ConfigError and others: the same errors as of `server` and `specrs.LLM`.
         OSError: the address cannot be listened at.
     """
     config.check_address()
     config.check_template()
-    with listener(config) as sock:  # what fails at once fails before the model is loaded
+    with listener(config) as sock:  # an address that fails at once fails before the model is loaded
         engine = make_engine(config)
         made: Any = server(config, engine)
         made.closes = True
@@ -211,7 +213,7 @@ def run(config: ServeConfig) -> int:
         except SystemExit:  # uvicorn's way to say that the application did not start; it has told why
             made.status = 1
         finally:
-            with contextlib.suppress(TimeoutError):  # of a thread in a step: the process ends without it
+            with contextlib.suppress(TimeoutError):  # a thread may be in a step: the process ends without it
                 asyncio.run(engine.aclose(drain=False, grace=0.0 if made.status else LAST_WORDS))
             _unlink(config)
     return int(made.status)
@@ -268,7 +270,7 @@ def _unlink(config: ServeConfig) -> None:
 
 
 def _is_left(path: str) -> bool:
-    """Whether a path is a socket's that nobody listens at any more."""
+    """Return whether a path is a socket's that nobody listens at any more."""
     if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

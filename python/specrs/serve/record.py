@@ -24,12 +24,12 @@ _QUEUED = 10_000  # lines that wait to be written
 
 @dataclass
 class Record:
-    """Of one request, as far as it got.
+    """Record of one request, as far as the request got.
 
     Attributes:
         request_id: the client's ``X-Request-Id`` where it is one, else made here.
-        id: of the response's object.
-        finish: of each of its outputs.
+        id: id of the response's object.
+        finish: finish reason of each of the request's outputs.
     """
 
     request_id: str
@@ -56,18 +56,18 @@ class Record:
 
     @classmethod
     def of(cls, scope: Any) -> Record:
-        """Of a request that begins."""
+        """Begin the record of a request."""
         asked = next((value for key, value in scope["headers"] if key == b"x-request-id"), b"")
         name = asked.decode("ascii") if _ID.fullmatch(asked) else uuid.uuid4().hex
         return cls(name, scope["method"], routed(scope))
 
     def failed(self, error: RequestError) -> None:
-        """It is answered with an error."""
+        """Record that the request is answered with an error."""
         self.error, self.param = error.code or error.type, error.param
         self.status = self.status or error.status
 
     def ended(self, outputs: list[RequestOutput], times: list[RequestTimes]) -> None:
-        """What came of its outputs."""
+        """Record the ends of the request's outputs."""
         firsts = [one for one in outputs if not one.index]
         self.prompt_tokens = sum(one.usage.prompt_tokens for one in firsts)
         self.cached_tokens = sum(one.usage.cached_tokens for one in firsts)
@@ -84,7 +84,7 @@ class Record:
         self.first_token = min(first, default=None)
 
     def line(self) -> dict[str, Any]:
-        """For JSON; what is not known is left out."""
+        """Return the record for JSON, without the fields that are not known."""
         found: dict[str, Any] = {
             "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             "request_id": self.request_id, "method": self.method, "path": self.path, "status": self.status,
@@ -111,10 +111,10 @@ def routed(scope: Any) -> str:
 
 
 class Log:
-    """Writes lines from a thread of its own, so that whoever reads them slowly stops no request.
+    """Writes lines from a thread of its own, so that a slow reader of them stops no request.
 
     Args:
-        which: of `specrs.serve.ServeConfig.log`.
+        which: the setting of `specrs.serve.ServeConfig.log`.
         out: ``None``: stdout.
     """
 

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reply:
-    """Of one request.
+    """Reply to one request.
 
     Attributes:
-        object: what OpenAI calls it.
-        chunk: what OpenAI calls a piece of its stream.
-        id, created, model, fingerprint: as in OpenAI's responses.
+        object: OpenAI's name of the object.
+        chunk: OpenAI's name of a piece of its stream.
+        id, created, model, fingerprint: the fields of OpenAI's responses of these names.
     """
 
     object: str
@@ -35,7 +35,7 @@ class Reply:
 
     @property
     def id(self) -> str:
-        """Of the response."""
+        """Id of the response."""
         return f"{self.prefix}-{self.key}"
 
     def whole(self, choices: list[dict[str, Any]], usage: Mapping[str, Any], **more: Any) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Reply:
         }  # fmt: skip
 
     def framed(self, usage: bool) -> Frame:
-        """How the stream's events are made. usage: whether each has a ``usage``."""
+        """Return the function that makes the stream's events. usage: whether each event has a ``usage``."""
         head = dumps({
             "id": self.id, "object": self.chunk, "created": self.created, "model": self.model,
             "system_fingerprint": self.fingerprint, "choices": [],
@@ -62,7 +62,8 @@ class Frame:
     tail: bytes
 
     def event(self, choice: Mapping[str, Any] | None, **more: Any) -> bytes:
-        """One event; ``more`` are fields beside ``choices``, and ``usage`` among them takes the place of its own."""
+        """Return one event; ``more`` are fields beside ``choices``, and ``usage`` among them takes the place of its
+        own."""
         inner = b"" if choice is None else dumps(choice)
         if not more:
             return self.head + inner + self.tail
@@ -81,8 +82,8 @@ class Count:
     accepted: int = 0
 
     def usage(self) -> dict[str, Any]:
-        """As OpenAI has it. Predictions are draft tokens, whatever drafted them: those that the output has, and those
-        that were verified in vain."""
+        """Return the usage in OpenAI's form. Predictions are draft tokens, from any source: those that the output has,
+        and those that were verified in vain."""
         found: dict[str, Any] = {
             "prompt_tokens": self.prompt, "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
@@ -96,7 +97,7 @@ class Count:
         return found
 
     def usage_of_response(self) -> dict[str, Any]:
-        """As OpenAI's Responses API has it."""
+        """Return the usage in the form of OpenAI's Responses API."""
         return {
             "input_tokens": self.prompt,
             "input_tokens_details": {"cached_tokens": self.cached or 0, "cache_write_tokens": 0},
@@ -128,7 +129,8 @@ def counted(outputs: Sequence[RequestOutput], dropped: int = 0, reasoning: int =
 
 
 def speculation(outputs: Sequence[RequestOutput], llm: LLM | RemoteLLM) -> dict[str, Any]:
-    """What speculation was worth: ``specrs``, over all outputs of a request, and ``metrics`` under vLLM's names."""
+    """Return the worth of speculation: ``specrs``, over all outputs of a request, and ``metrics`` under vLLM's
+    names."""
     told = spec_decode_metrics(outputs, llm.max_tokens_per_round - 1) if llm.speculative else None
     return {"specrs": spec_stats(outputs), "metrics": {"speculative_decoding": told}}
 
@@ -145,7 +147,7 @@ def spec_decode_metrics(outputs: Sequence[RequestOutput], deepest: int) -> dict[
     [output] = outputs
     steps, accepted = output.drafting_rounds, sum(output.drafted)
     histogram = [*output.accepted_drafts, *[0] * (deepest + 1)][: max(deepest + 1, len(output.accepted_drafts))]
-    histogram[0] = steps - sum(histogram[1:])  # not those of rounds without drafts
+    histogram[0] = steps - sum(histogram[1:])  # leaves out rounds without drafts
     return {
         "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
         "draft_acceptance_rate": accepted / output.proposed if output.proposed else 0.0,
@@ -155,7 +157,7 @@ def spec_decode_metrics(outputs: Sequence[RequestOutput], deepest: int) -> dict[
 
 
 def spec_stats(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """What speculation was worth: over all outputs of a request."""
+    """Return the worth of speculation over all outputs of a request."""
     rounds = sum(one.rounds for one in outputs)
     yielded = sum(one.mean_accepted * one.rounds for one in outputs)
     longest = max((len(one.accepted_lengths) for one in outputs), default=0)
@@ -187,12 +189,13 @@ def slices(event: StreamEvent) -> Iterator[StreamEvent]:
 
 
 def traced(rounds: Sequence[Round], pieces: Sequence[tuple[str, bool]], spell: Callable[[int], str]) -> dict[str, Any]:
-    """What a choice says of its rounds.
+    """Return a choice's trace of its rounds.
 
     Args:
-        rounds: in order.
-        pieces: of its text, which those of the rounds are among: each is told with whether a draft gave it, and with
-            the round of this choice that it is of; -1 for the prompt's pass, and for what an early end released.
+        rounds: rounds, in order.
+        pieces: pieces of the choice's text, including those of its rounds. Each is told with whether a draft gave it,
+            and with the round of this choice that it belongs to; -1 for the prompt's pass, and for text that an early
+            end released.
         spell: a token as text.
     """
     found, at = [[text, drafted, -1] for text, drafted in pieces], _first(rounds, pieces)
@@ -204,7 +207,8 @@ def traced(rounds: Sequence[Round], pieces: Sequence[tuple[str, bool]], spell: C
 
 
 def _first(rounds: Sequence[Round], pieces: Sequence[tuple[str, bool]]) -> int:
-    """Where the pieces of rounds begin: behind the prompt's, and before what an early end released."""
+    """Return the index of the first piece that a round gave: behind the prompt's, and before text that an early end
+    released."""
     known = [piece for one in rounds for piece in one.pieces]
     spare = len(pieces) - len(known)
     return next((i for i in range(spare, -1, -1) if list(pieces[i : i + len(known)]) == known), 0)

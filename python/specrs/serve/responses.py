@@ -79,7 +79,7 @@ async def input_tokens(service: Service, exchange: Exchange, body: Mapping[str, 
 
 @contextmanager
 def _called() -> Iterator[None]:
-    """Errors of a chat's fields name those of the response that they are made of."""
+    """Rename fields in errors of a chat to those of the response that they were made of."""
     try:
         yield
     except (RequestError, ChatTemplateError, PoolExhaustedError) as error:
@@ -98,7 +98,7 @@ def _of_chat(given: Mapping[str, Any], config: ServeConfig) -> dict[str, Any]:
     """The fields of a chat that asks for the same.
 
     Raises:
-        RequestError: what the fields say together cannot be.
+        RequestError: fields contradict each other.
     """
     if "input" not in given:
         raise bad("input: is needed", "input", "missing_parameter")
@@ -167,8 +167,8 @@ class Call:
     """One request to the endpoint.
 
     Attributes:
-        fields: of a chat.
-        body: as the request came, for what a response repeats.
+        fields: fields of a chat.
+        body: body of the request as it came, for the parts that a response repeats.
     """
 
     service: Service
@@ -219,7 +219,7 @@ class Call:
 
     @property
     def _costly(self) -> bool:
-        """Whether the response takes long to make, so that the event loop leaves it to a thread."""
+        """True if the response takes long to make, so that the event loop leaves it to a thread."""
         return bool(self.fields["logprobs"]) or self.manner.thinking is not None
 
     # -- a whole response ---------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ _BEGIN = ("created", "in_progress")
 
 
 class Answer:
-    """What the text of an output comes to, as it comes."""
+    """Items of an output's text, made as the text comes."""
 
     def __init__(self, call: Call) -> None:
         self.output = Output()
@@ -282,19 +282,19 @@ class Answer:
         self._behind: Behind[TokenLogprobs] = Behind(call.manner.thinking, call.service.spell)
 
     def piece(self, event: StreamEvent) -> list[Event]:
-        """What an event of a stream adds."""
+        """Return what an event of a stream adds."""
         events = self.take(event.text, event.token_ids, event.logprobs)
         return events if event.output is None else events + self.end(event.output)
 
     def take(self, text: str, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> list[Event]:
-        """What text and tokens add."""
+        """Return what text and tokens add."""
         scores: list[dict[str, Any]] = []
         if self._scored:
             scores = self._objects(self._behind.take(list(zip(tokens, logprobs or [], strict=True)), last=False))
         return self.output.take(self._voice.feed(text), scores)
 
     def end(self, output: RequestOutput) -> list[Event]:
-        """No more comes."""
+        """Return the last events: no more text comes."""
         scores = self._objects(self._behind.take([])) if self._scored else []
         return self.output.take(self._voice.finish(), scores) + self.output.end(str(output.finish_reason) != "stop")
 

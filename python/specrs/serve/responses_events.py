@@ -25,7 +25,7 @@ class Events:
         self._numbers = count()
 
     def write(self, events: Iterable[Event]) -> bytes:
-        """As they go over the wire."""
+        """Return events as they go over the wire."""
         return b"".join(map(self._written, events))
 
     def _written(self, event: Event) -> bytes:
@@ -37,13 +37,13 @@ class Output:
     """The items of one response.
 
     Attributes:
-        items: those that are complete.
+        items: items that are complete.
     """
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
         self._open: _Item | None = None
-        self._scores: list[dict[str, Any]] = []  # of tokens whose text a later delta brings
+        self._scores: list[dict[str, Any]] = []  # scores of tokens whose text a later delta brings
 
     def take(self, deltas: Sequence[Mapping[str, Any]], scores: Sequence[dict[str, Any]] = ()) -> list[Event]:
         """The events that the next deltas of a chat make. scores: of the tokens of content that came with them."""
@@ -62,12 +62,13 @@ class Output:
         return events
 
     def end(self, cut: bool) -> list[Event]:
-        """No more comes. cut: the last item would have gone on. An answer of nothing is a message without text."""
+        """Return the last events: no more text comes. cut: the last item would have gone on. An empty answer is a
+        message without text."""
         events = [] if self.items or self._open else self._begin(_Message(0))
         return events + self._close("incomplete" if cut else "completed")
 
     def broken(self) -> list[Event]:
-        """No more can come."""
+        """Return the last events of an answer that broke off."""
         return self._close("incomplete")
 
     @property
@@ -100,7 +101,7 @@ class Output:
 
 
 class _Item(ABC):
-    """One that grows. index: its place in the output."""
+    """An item that grows. index: its place in the output."""
 
     prefix = ""
     changed = ""  # events that tell of its text: this and `.delta`, this and `.done`
@@ -111,7 +112,7 @@ class _Item(ABC):
 
     @abstractmethod
     def item(self, status: str, text: str | None) -> dict[str, Any]:
-        """As it stands. text: ``None``: it has only begun."""
+        """Return the item as it stands. text: ``None``: the item has only begun."""
 
     def opened(self) -> list[Event]:
         """The events of its beginning."""
@@ -142,7 +143,7 @@ class _Parted(_Item):
 
     @abstractmethod
     def part(self, text: str) -> dict[str, Any]:
-        """With so much text."""
+        """Return a part with so much text."""
 
     def opened(self) -> list[Event]:
         return [*super().opened(), self._event("response.content_part.added", part=self.part(""))]
@@ -174,7 +175,7 @@ class _Message(_Parted):
         self.scores: list[dict[str, Any]] = []
 
     def scored(self, text: str, scores: list[dict[str, Any]]) -> Event:
-        """As `grown`, with the scores of the text's tokens."""
+        """Return the event of `grown`, with the scores of the text's tokens."""
         self.scores += scores
         return {**self.grown(text), "logprobs": scores}
 

@@ -11,8 +11,8 @@ from specrs.serve.config import ServeConfig
 from specrs.serve.errors import bad, shown
 
 LOGPROBS = "message.output_text.logprobs"
-#: What a response may include beside what it has anyway. All but one are of tools and images, which there are not, or
-#: of reasoning that a client may not see: here it is told in the clear.
+#: Parts that a response may include beside its usual ones. All but one concern tools and images, which there are not,
+#: or reasoning that a client may not see: here it is told in the clear.
 _INCLUDED = (
     LOGPROBS, "reasoning.encrypted_content", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
     "file_search_call.results", "message.input_image.image_url", "web_search_call.action.sources",
@@ -79,7 +79,7 @@ def metadata(name: str, value: Any, config: ServeConfig) -> dict[str, str]:
 
 
 def _known(name: str, value: Any, keys: tuple[str, ...]) -> None:
-    """Refuse what is no object, or has other keys: whoever sends one expects something of it."""
+    """Refuse a value that is no object, or has other keys: whoever sends one expects something of it."""
     if not isinstance(value, dict):
         raise bad(f"{name} = {shown(value)}: must be an object", name)
     for key in value:

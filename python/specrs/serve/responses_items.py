@@ -38,17 +38,17 @@ def read(name: str, value: Any, config: ServeConfig) -> list[dict[str, Any]]:
 
 
 class _Conversation:
-    """What the items so far come to."""
+    """The conversation that the items so far make."""
 
     def __init__(self, name: str) -> None:
         self.messages: list[dict[str, Any]] = []
         self._name = name
         self._called: dict[str, str] = {}  # names of functions by the ids of their calls
-        # Of the assistant's next item. Where none follows, it was cut: no template has a place for it.
+        # Reasoning of the assistant's next item. Where none follows, it was cut: no template has a place for it.
         self._reasoning = ""
 
     def add(self, where: str, item: Any) -> None:
-        """One more."""
+        """Add one more item."""
         if not isinstance(item, dict):
             raise self._wrong(where, item, "must be an object")
         kind = item.get("type", "message" if "role" in item else None)
@@ -97,7 +97,8 @@ class _Conversation:
         self.messages.append({"role": "tool", "tool_call_id": call, "name": self._called[call], "content": content})
 
     def _thought(self, where: str, item: dict[str, Any]) -> None:
-        """Its content or, where that is missing, its summary. What another server has encrypted says nothing here."""
+        """Return the content of a reasoning item or, where that is missing, its summary. Text that another server has
+        encrypted says nothing here."""
         parts = item.get("content") or item.get("summary") or []
         if not isinstance(parts, list):
             raise self._wrong(f"{where}.content", parts, "must be a list of parts with a text")

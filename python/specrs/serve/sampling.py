@@ -1,4 +1,4 @@
-"""From a request's fields to `specrs.SamplingParams`.
+"""Makes `specrs.SamplingParams` from a request's fields.
 
 A field that a request leaves out has the value of the model's ``generation_config.json``, and where that has none,
 OpenAI's: temperature 1, top_p 1; 16 tokens of a completion, the rest of the context in a chat.
@@ -16,10 +16,10 @@ from specrs.serve import forms
 from specrs.serve.errors import RequestError, bad
 from specrs.serve.fields import CHAT, COMPLETIONS, ROUNDS
 
-#: What OpenAI's servers do, and where they know no such field, nothing.
+#: Values that OpenAI's servers use, or, where they know no such field, values without effect.
 _NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _COMPLETION_TOKENS = 16
-#: Fields that `SamplingParams` has too, and what it calls them.
+#: Fields that `SamplingParams` has too, with their names there.
 _SAME: dict[str, str] = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
     "repetition_penalty": "repetition_penalty", "seed": "seed", "stop": "stop", "n": "n",
@@ -35,11 +35,11 @@ _CALLED = {ours: theirs for theirs, ours in _SAME.items()}
 
 @dataclass(frozen=True)
 class Wish:
-    """What a request wants generated.
+    """The generation that a request wants.
 
     Attributes:
-        params: for the engine, whose ``max_tokens`` are at least 1, and end with the context.
-        asked: ``max_tokens`` as the request has it; ``None``: it does not say.
+        params: parameters for the engine, whose ``max_tokens`` are at least 1, and end with the context.
+        asked: ``max_tokens`` as the request has it; ``None``: not stated.
         keep: last tokens of a prompt that are kept; ``None``: all.
         what: the field that has the prompt.
         form: the field that says what the output looks like; ``None``: none does.
@@ -55,18 +55,18 @@ class Wish:
 
     @property
     def dropped(self) -> int:
-        """Tokens that the engine generates and nobody asked for: it gives one at least."""
+        """Number of tokens that the engine generates and nobody asked for: it gives at least one."""
         return 1 if self.asked == 0 else 0
 
     def kept(self, ids: list[int]) -> list[int]:
-        """Of a prompt's tokens, those that are kept."""
+        """Return the tokens of a prompt that are kept."""
         return ids if self.keep is None or len(ids) <= self.keep else ids[-self.keep :]
 
     def checked(self, prompt_tokens: int, context: int) -> None:
         """Refuse what does not fit the context, where the request itself says how much it wants.
 
         Raises:
-            RequestError: with both numbers.
+            RequestError: the prompt is too long; the message has both numbers.
         """
         if prompt_tokens >= context:
             raise bad(
@@ -82,7 +82,7 @@ class Wish:
 
 
 def wish(endpoint: str, fields: Mapping[str, Any], defaults: SamplingParams, context: int) -> Wish:
-    """What a request wants, by its fields and what the model's authors state.
+    """Return what a request wants, by its fields and what the model's authors state.
 
     Raises:
         RequestError: 400, by field.
@@ -95,7 +95,7 @@ def wish(endpoint: str, fields: Mapping[str, Any], defaults: SamplingParams, con
     if most is None and endpoint == COMPLETIONS:
         most = _COMPLETION_TOKENS
     options["max_tokens"] = min(max(context if most is None else most, 1), context)
-    if asked is None or asked == 0:  # what the request says of both must agree, a default gives way
+    if asked is None or asked == 0:  # if the request says both, they must agree; a default gives way
         options["min_tokens"] = min(options.get("min_tokens", 0), options["max_tokens"])
     _scores(endpoint, fields, options)
     form, options["structured_outputs"] = forms.wanted(fields)
@@ -121,7 +121,7 @@ def _scores(endpoint: str, fields: Mapping[str, Any], options: dict[str, Any]) -
                 options["logprobs"], options["logprobs_mode"] = (
                     0,
                     RAW,
-                )  # nobody sees them: the model's own are ranked by
+                )  # not shown: outputs are ranked by the model's own scores
     elif fields.get("logprobs"):
         options["logprobs"] = fields.get("top_logprobs", 0)
     elif fields.get("top_logprobs"):
@@ -131,7 +131,7 @@ def _scores(endpoint: str, fields: Mapping[str, Any], options: dict[str, Any]) -
 
 
 def _traced(fields: Mapping[str, Any]) -> bool:
-    """Whether the request wants to see its rounds: in a stream, whose client reads them as they come."""
+    """Return whether the request wants to see its rounds: in a stream, whose client reads them as they come."""
     wanted = bool(fields.get("return_spec_stats") == ROUNDS)
     if wanted and not fields.get("stream"):
         raise bad(f'return_spec_stats = "{ROUNDS}": needs stream = true', "return_spec_stats")

@@ -18,7 +18,7 @@ Spell = Callable[[int], "bytes | None"]
 
 
 class Names:
-    """How a request has its tokens written.
+    """The form in which a request has its tokens written.
 
     Args:
         as_ids: ``token_id:N`` for each.
@@ -41,8 +41,8 @@ class Columns:
     """The ``logprobs`` of completions, some tokens at a time: ``text_offset`` counts characters of the choice's text.
 
     Args:
-        names: how tokens are written.
-        spell: of tokens that have no score, which is a prompt's first.
+        names: form of tokens.
+        spell: function that spells tokens without a score; a prompt's first token has none.
         silent: tokens that the text leaves out.
         most: alternatives that are listed.
     """
@@ -53,7 +53,7 @@ class Columns:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def of(self, tokens: Sequence[int], scores: Sequence[TokenLogprobs | None]) -> dict[str, list[Any]]:
-        """Of the next tokens."""
+        """Return the scores of the next tokens."""
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, scored in zip(tokens, scores, strict=True):
             spelled = self._spell(token) if scored is None else scored[token].bytes
@@ -73,7 +73,8 @@ class Columns:
             self._at += len(self._decoder.decode(b"", final=True))
 
     def _top(self, scored: TokenLogprobs) -> dict[str, float]:
-        """The most probable ones, and the token itself; of tokens that are written alike, the more probable one."""
+        """Return the scores of the most probable tokens, and of the token itself; of tokens that are written alike, the
+        more probable one."""
         found: dict[str, float] = {}
         own = next(iter(scored))
         for token, one in sorted(scored.items(), key=lambda pair: pair[1].rank):
@@ -123,5 +124,5 @@ def _ranked(scores: Sequence[TokenLogprobs | None], names: Names) -> list[dict[s
 
 
 def finite(logprob: float) -> float:
-    """For JSON, which has no infinity: OpenAI's least is -9999."""
+    """Return a log-probability for JSON, which has no infinity: OpenAI's least is -9999."""
     return max(logprob, -9999.0)

@@ -1,4 +1,4 @@
-"""A bound on what strangers can make a server write to stderr: one line of each kind in a while."""
+"""Bounds what strangers can make a server write to stderr: one line of each kind in a while."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SECONDS = 10.0
-_KINDS = 256  # that are known apart
+_KINDS = 256  # kinds that are known apart
 
 
 class Seldom(logging.Filter):
@@ -17,17 +17,18 @@ class Seldom(logging.Filter):
     A kind is a message before its arguments, and the type of its exception.
 
     Args:
-        seconds: between two records of a kind.
+        seconds: seconds between two records of a kind.
         clock: seconds, which only grow.
     """
 
     def __init__(self, seconds: float = SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._seconds, self._clock = seconds, clock
-        self._told: dict[tuple[object, object], tuple[float, int]] = {}  # of a kind: when; how many were dropped since
+        # For each kind, the time it was last told, and how many records were dropped since.
+        self._told: dict[tuple[object, object], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether it goes through."""
+        """Return whether a record goes through."""
         kind = (record.msg, record.exc_info and record.exc_info[0])
         now = self._clock()
         last, dropped = self._told.get(kind, (None, 0))
@@ -44,7 +45,7 @@ class Seldom(logging.Filter):
 
 @contextmanager
 def seldom(*names: str) -> Iterator[None]:
-    """Within the context, loggers of these names write seldom."""
+    """Within the context, make loggers of these names write seldom."""
     limits = [(logging.getLogger(name), Seldom()) for name in names]
     for logger, limit in limits:
         logger.addFilter(limit)

@@ -40,18 +40,18 @@ if TYPE_CHECKING:
     from specrs.engine.loops.aio import RequestStream
 
 _T = TypeVar("_T")
-_CHARS_PER_TOKEN = 64  # of the longest prompt that may fit: runs of spaces make long tokens
+_CHARS_PER_TOKEN = 64  # characters for a token of the longest prompt that may fit: runs of spaces make long tokens
 _STRANGERS = 2  # templates of requests that are rendered at once, each in a process
 _QUEUE = 4  # times as many may wait
 _LOOKS = 0.1  # seconds between two looks at what must end
 LAST_WORDS = 5.0
-"""Seconds at the end for the engine to say what became of aborted requests, and to check its pages."""
-_UNREAD = 2.0  # of those, for a client that does not read
+"""Seconds at the end for the engine to tell the outcome of aborted requests, and to check its pages."""
+_UNREAD = 2.0  # seconds of `LAST_WORDS`, for a client that does not read
 _logger = logging.getLogger("specrs.serve")
 
 
 class Service:
-    """Of one app, while it lives."""
+    """State that the requests of one app share while it lives."""
 
     def __init__(self, config: ServeConfig, engine: AsyncLLM, owned: bool = True) -> None:
         self.config, self.engine = config, engine
@@ -70,7 +70,7 @@ class Service:
         self.metrics = Metrics(self)
         self.draining = False
         self.failed = False  # the engine is gone, or given up
-        self.forced = False  # nobody waits for anything any more
+        self.forced = False  # true once nobody waits for anything any more
         self.unsound = False  # the process ends with status 1
         self._drained: asyncio.Future[None] | None = None
         self.on_death: list[Callable[[], None]] = []
@@ -112,7 +112,7 @@ class Service:
 
     @cached_property
     def chats(self) -> bool:
-        """Whether there is a template of conversations."""
+        """True if there is a template of conversations."""
         try:
             self.engine.chat_templates.source(self.template)
         except ChatTemplateError:
@@ -130,7 +130,7 @@ class Service:
 
     @property
     def special_names(self) -> dict[str, int]:
-        """Of `special_ids` the texts."""
+        """Texts of `special_ids`."""
         if self._names is None:
             tokenizer = self.engine.llm.tokenizer
             added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
@@ -144,7 +144,8 @@ class Service:
         return None if self._table is None else self._table(token)
 
     def shown(self, token: int) -> str:
-        """A token by itself as text, U+FFFD for bytes that are none alone; its number where nothing spells it."""
+        """Return a token by itself as text, with U+FFFD for bytes that are no text alone; its number where no text
+        spells it."""
         spelled = self.spell(token)
         return str(token) if not spelled else spelled.decode("utf-8", "replace")
 
@@ -158,7 +159,8 @@ class Service:
         if len(text) > most:
             message = f"{param} has {len(text)} characters: at most max_prompt_chars = {most}"
             raise bad(message, param, "context_length_exceeded")
-        # As a batch of one: `encode` keeps the interpreter's lock, and with it the event loop and the engine's thread.
+        # Encode a batch of one: `encode` keeps the interpreter's lock, and with it the event loop and the engine's
+        # thread.
         return list(self.tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
 
     def prepared(self, wish: Wish) -> Wish:
@@ -170,7 +172,7 @@ class Service:
         return replace(wish, params=replace(wish.params, prediction=ids))
 
     def check_tokens(self, ids: Sequence[int], param: str) -> None:
-        """Refuse what is no token of the model.
+        """Refuse ids that are no token of the model.
 
         Raises:
             RequestError: 400, with its place.
@@ -185,18 +187,19 @@ class Service:
         return str(self.tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special)[0])
 
     async def pooled(self, work: Callable[[], _T]) -> _T:
-        """What a function gives, run in the pool."""
+        """Return the result of a function, run in the pool."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def written(self, work: Callable[[], _T]) -> _T:
-        """What a function gives that writes a long response: in a thread that no prompt waits for."""
+        """Return the result of a function that writes a long response, run in a thread that no prompt waits for."""
         return await asyncio.get_running_loop().run_in_executor(self._writer, work)
 
     async def apart(self, work: Callable[[], _T]) -> _T:
-        """What a function gives that renders a request's own template: in threads that nothing else waits for.
+        """Return the result of a function that renders a request's own template, run in threads that nothing else waits
+        for.
 
         Raises:
-            EngineOverloadedError: as many wait as may.
+            EngineOverloadedError: as many renderings wait as may.
         """
         if self._rendering >= _STRANGERS * _QUEUE:
             raise EngineOverloadedError("templates", self._rendering + 1, _STRANGERS * _QUEUE)
@@ -233,7 +236,7 @@ class Service:
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """One request, from its body to the end of its response. Raises as `check_room`."""
+        """Admit one request, from its body to the end of its response. Raises as `check_room`."""
         self.check_room()
         self._open += 1
         try:
@@ -243,7 +246,7 @@ class Service:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """A request whose prompt is being made counts as one that waits."""
+        """Count a request whose prompt is being made as one that waits."""
         self._preparing += 1
         try:
             yield
@@ -261,7 +264,8 @@ class Service:
 
         Raises:
             RequestError: 400, what the engine refuses.
-            EngineOverloadedError, EngineFailedError, EngineClosedError: as `AsyncLLM.submit`; then none goes on.
+            EngineOverloadedError, EngineFailedError, EngineClosedError: the same errors as of `AsyncLLM.submit`; then
+                no prompt goes on.
         """
         tokens = sum(len(one.token_ids) for one in prompts)
         if len(prompts) > 1 and tokens > self.config.max_waiting_tokens:
@@ -301,7 +305,8 @@ class Service:
             raise renamed(error) if getattr(error, "what", None) else error from None
 
     async def _leave(self, streams: Sequence[RequestStream]) -> None:
-        """End what still runs of some requests, and wait for what it came to: the engine says so between two steps."""
+        """End the outputs of some requests that still run, and wait for their outcome: the engine tells it between two
+        steps."""
         try:
             for stream in streams:
                 stream.abort()
@@ -315,7 +320,7 @@ class Service:
     # -- its end ------------------------------------------------------------------------------------------------
 
     def healthy(self) -> str | None:
-        """Why the server cannot serve; ``None``: it can."""
+        """Return the reason why the server cannot serve, or ``None`` where it can."""
         stats = self.engine.stats()
         if self.failed or not stats.healthy:
             return "the engine cannot go on"
@@ -324,7 +329,7 @@ class Service:
         return None
 
     async def guard(self) -> None:
-        """Notice that the engine has died, and tell whoever ends the process."""
+        """Notice that the engine has died, and tell the code that ends the process."""
         while self.engine.stats().healthy:
             await asyncio.sleep(_LOOKS)
         if not self.draining:
@@ -334,8 +339,8 @@ class Service:
                 tell()
 
     async def drain(self) -> None:
-        """Take no requests; let those that run end, for ``drain_seconds``; then abort them, and let them say so. An
-        engine that does not say so either is given up. Calling again waits for the same end."""
+        """Take no requests; let running ones end, for ``drain_seconds``; then abort them, and let them say so. If the
+        engine does not say so either, give it up. A second call waits for the same end."""
         self.draining = True
         if self._drained is None:
             self._drained = asyncio.ensure_future(self._drain())
@@ -362,13 +367,13 @@ class Service:
         return done
 
     def give_up(self, why: str) -> None:
-        """Wait for the engine no more: it ends, and whoever waits for it hears so."""
+        """Wait for the engine no more: it ends, and everybody who waits for it gets the error."""
         if not self.failed:
             _logger.critical("%s: it is given up", why)
             self._let_go()
 
     def force(self) -> None:
-        """End at once: nobody waits for a request, nor for the engine."""
+        """End at once: wait neither for requests nor for the engine."""
         self.forced = self.unsound = True
         if not self.failed:
             self._let_go()
@@ -381,7 +386,7 @@ class Service:
             stream.close()
 
     async def audit(self) -> None:
-        """Check the engine's page ledger at the end, where it still can; what is wrong is told, and makes the server
+        """Check the engine's page ledger at the end, if it still can; a fault is told, and makes the server
         `unsound`."""
         if self.failed:
             return
@@ -402,17 +407,17 @@ class Service:
             _logger.critical("at the end, with no request open, the pool has %s", held)
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Shut the thread pools down and close the log."""
         for pool in (self._pool, self._writer, self._strangers):
             pool.shutdown(wait=False, cancel_futures=True)
         self.log.close()
 
 
 class Flow:
-    """What comes of one request's prompts.
+    """The outputs of one request's prompts, as they come.
 
     Attributes:
-        streams: one for each prompt.
+        streams: one stream for each prompt.
     """
 
     def __init__(self, streams: Sequence[RequestStream]) -> None:
@@ -420,15 +425,15 @@ class Flow:
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """Those of all prompts that have ended."""
+        """Outputs of all prompts that have ended."""
         return [one for stream in self.streams for one in stream.outputs]
 
     async def whole(self) -> list[RequestOutput]:
-        """Of each prompt its output, whose ``outputs`` are all of them.
+        """Return the output of each prompt, whose ``outputs`` are all of them.
 
         Raises:
-            NonFiniteError: of a request that could not go on.
-            StepFailedError, EngineFailedError: as `RequestStream`.
+            NonFiniteError: the error of a request that could not go on.
+            StepFailedError, EngineFailedError: the same errors as of `RequestStream`.
         """
         found: list[dict[int, RequestOutput]] = [{} for _ in self.streams]
         async for i, event in self.events():
@@ -437,7 +442,7 @@ class Flow:
         return [_grouped(one) for one in found]
 
     async def events(self) -> AsyncIterator[tuple[int, StreamEvent]]:
-        """Of all prompts, by their index, as they come. Raises as `whole`."""
+        """Yield the events of all prompts, with the prompt's index, as they come. Raises as `whole`."""
         source = self._one() if len(self.streams) == 1 else self._many()
         async for i, event in source:
             if event.output is not None and event.output.error is not None:
@@ -455,7 +460,7 @@ class Flow:
             yield 0, event
 
     async def _many(self) -> AsyncIterator[tuple[int, StreamEvent]]:
-        """One read is pending of each stream, so that what nobody has asked for stays joined in its slot."""
+        """Keep one read pending for each stream, so that events that nobody has asked for stay joined in their slot."""
         reads = {asyncio.ensure_future(anext(stream, None)): i for i, stream in enumerate(self.streams)}
         try:
             while reads:
@@ -477,6 +482,7 @@ def _grouped(outputs: dict[int, RequestOutput]) -> RequestOutput:
 
 
 def fingerprint(numerics: dict[str, Any]) -> str:
-    """Of what the bits of tokens depend on beside model, input and seed (`specrs.LLM.numerics`)."""
+    """Return a fingerprint of what the bits of tokens depend on beside model, input and seed
+    (`specrs.LLM.numerics`)."""
     told = json.dumps(numerics, sort_keys=True, default=str)
     return f"fp_{hashlib.sha256(told.encode()).hexdigest()[:16]}"

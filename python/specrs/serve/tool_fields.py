@@ -1,4 +1,5 @@
-"""The checks of the fields ``tools`` and ``tool_choice``, of a chat and of a response: there a tool is its function."""
+"""The checks of the fields ``tools`` and ``tool_choice``, of a chat and of a response; in a response a tool is its
+function."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def _of_chat(where: str, given: Any, param: str) -> dict[str, Any]:
     return tool
 
 
-#: Keys of a response's tool beside those of its function, and the values that ask for nothing.
+#: Keys of a response's tool beside those of its function, and the values without effect.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "async": (False,), "defer_loading": (False,), "allowed_callers": (["direct"],),
 }  # fmt: skip
@@ -98,11 +99,11 @@ def _check(where: str, function: Tool, param: str) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """What ``tool_choice`` says.
+    """Meaning of ``tool_choice``.
 
     Attributes:
         mode: ``"none"``, ``"auto"``, ``"required"``, or ``"named"``: one call, of the only tool.
-        names: of tools that may be called; ``None``: all of them.
+        names: names of the tools that may be called; ``None``: all of them.
     """
 
     mode: str
@@ -110,7 +111,7 @@ class Choice:
 
 
 def tool_choice(name: str, value: Any, config: ServeConfig) -> Choice:
-    """A word, one tool, or several that are allowed."""
+    """Read a word, one tool, or several that are allowed."""
     if isinstance(value, str) and value in ("none", "auto", "required"):
         return Choice(value)
     if isinstance(value, dict) and value.get("type") == "function":

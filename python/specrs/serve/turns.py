@@ -1,4 +1,5 @@
-"""What a template sees of a request's messages: roles that it knows, and tool calls whose arguments it can write."""
+"""Changes a request's messages into those that its template can write: roles that the template knows, and tool calls
+with readable arguments."""
 
 from __future__ import annotations
 
@@ -18,17 +19,17 @@ _DEEPEST = 48  # levels of a call's arguments as an object: a template gets them
 
 
 def with_known_roles(messages: Sequence[Message], source: str) -> list[Message]:
-    """Messages in the roles of a template, which would drop what is in another one in silence.
+    """Return messages in the roles of a template, which would silently drop a message in another role.
 
     ``developer`` is OpenAI's newer name of ``system``, and becomes that where the template's text does not name it. Of
     other roles than OpenAI's a request may have those that the text names, as Llama's names ``ipython``.
 
     Args:
         messages: checked by `specrs.serve.fields`.
-        source: of the template.
+        source: source of the template.
 
     Raises:
-        RequestError: 400, a role that is none of these.
+        RequestError: 400, a role that is not one of these.
     """
     found = []
     for i, message in enumerate(messages):
@@ -43,13 +44,13 @@ def with_known_roles(messages: Sequence[Message], source: str) -> list[Message]:
 
 
 def _names(source: str, role: str) -> bool:
-    """Whether a template has a text that is the role."""
+    """Return whether a template has a text that is the role."""
     return f"'{role}'" in source or f'"{role}"' in source
 
 
 def arguments(text: str) -> dict[str, Any] | str:
-    """A call's arguments as templates get them: an object, which they write as JSON or go through; a text that is no
-    object in JSON, such as one that ``max_tokens`` cut, stays as it is."""
+    """Return a call's arguments in the form for templates: an object, which they write as JSON or go through; a text
+    that is no object in JSON, such as one that ``max_tokens`` cut, stays as it is."""
     if not text.strip():
         return {}
     try:
@@ -63,11 +64,11 @@ def arguments(text: str) -> dict[str, Any] | str:
 
 
 def rendered(render: Callable[[list[Message]], str], messages: list[Message]) -> str:
-    """A conversation's text. Where a template goes through the arguments of calls, and so takes no text for them, it
-    gets an object with the text as ``arguments``.
+    """Return a conversation's text. If a template goes through the arguments of calls, and so takes no text for them,
+    it gets an object with the text as ``arguments``.
 
     Raises:
-        ChatTemplateError: as ``render``.
+        ChatTemplateError: the same errors as of ``render``.
     """
     try:
         return render(messages)

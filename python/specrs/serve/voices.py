@@ -1,4 +1,4 @@
-"""From an answer's text to the deltas of a chat: the plain one, where all of it is content."""
+"""Turns an answer's text into the deltas of a chat; the plain voice takes all of it as content."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any, Protocol
 
 
 class Voice(Protocol):
-    """Of one choice. What it says of a text does not depend on the pieces in which the text comes."""
+    """Voice of one choice. Its deltas do not depend on the pieces in which the text comes."""
 
     def feed(self, text: str) -> list[dict[str, Any]]:
         """Deltas that the next piece of text completes."""
         ...
 
     def finish(self) -> list[dict[str, Any]]:
-        """Deltas of what was held back."""
+        """Return the deltas of the held text."""
         ...
 
     def reason(self, reason: str) -> str:
-        """Why the choice ended, where the engine says ``reason``."""
+        """Return the reason why the choice ended, where the engine says ``reason``."""
         ...
 
 
@@ -30,11 +30,11 @@ class Plain:
         return [{"content": text}] if text else []
 
     def finish(self) -> list[dict[str, Any]]:
-        """Nothing is held back."""
+        """Return no deltas: nothing is held back."""
         return []
 
     def reason(self, reason: str) -> str:
-        """As the engine says."""
+        """Return the engine's reason."""
         return reason
 
 

@@ -23,8 +23,8 @@ class Items:
     interpreter look through all of them again and again, under its lock.
 
     Attributes:
-        count: of items.
-        of: some of them, by the first and the end.
+        count: number of items.
+        of: some of the items, by the first and the end.
     """
 
     count: int
@@ -32,8 +32,8 @@ class Items:
 
 
 def dumps_in_pieces(value: Any, stop: Event | None = None) -> bytes:
-    """The bytes of `dumps`, for a thread beside the event loop's: json's encoder holds the interpreter's lock until it
-    has written what it was given, so it is given some items of a list at a time. stop: nobody wants the rest."""
+    """Return the bytes of `dumps`, in a thread beside the event loop's: json's encoder holds the interpreter's lock
+    until it has written a value, so it gets some items of a list at a time. stop: the rest is not wanted."""
     written = []
     for piece in _pieces(value):
         if stop is not None and stop.is_set():

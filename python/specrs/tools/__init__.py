@@ -33,10 +33,10 @@ def tool_parser(
 
     Args:
         name: ``"hermes"``, ``"llama3"`` or ``"mistral"``.
-        tools, ids, parallel, certain: as `ToolParser` takes them.
+        tools, ids, parallel, certain: options as `ToolParser` takes them.
 
     Raises:
-        ConfigError: no such dialect.
+        ConfigError: there is no such dialect.
     """
     if name not in PARSERS:
         raise ConfigError(f"tool_parser: {name!r}: must be one of {', '.join(PARSERS)}")

@@ -18,9 +18,9 @@ class ToolCallStart:
     """A call begins.
 
     Attributes:
-        index: of the call in its message, from 0.
-        id: of the call, which nobody else has.
-        name: of the tool.
+        index: index of the call in its message, from 0.
+        id: id of the call, which nobody else has.
+        name: name of the tool.
     """
 
     index: int
@@ -33,8 +33,8 @@ class ArgumentsDelta:
     """A piece of a call's arguments.
 
     Attributes:
-        index: of the call.
-        json_text: which goes on what came before.
+        index: index of the call.
+        json_text: text that continues the arguments so far.
     """
 
     index: int
@@ -45,7 +45,8 @@ Delta = ContentDelta | ToolCallStart | ArgumentsDelta
 
 
 def merged(deltas: Iterable[Delta]) -> list[Delta]:
-    """The same deltas, neighbours of one kind as one: of a whole text the same whatever the pieces it came in."""
+    """Merge neighbouring deltas of one kind: for a whole text the result is the same whatever pieces the text came
+    in."""
     found: list[Delta] = []
     for delta in deltas:
         last = found[-1] if found else None

@@ -1,4 +1,4 @@
-"""Which dialect a model's template speaks, and the marks by which it does."""
+"""Finds the dialect that a model's template speaks, and the marks by which it does."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ REASONING = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]"
 
 @dataclass(frozen=True)
 class Dialect:
-    """What a server needs to know of a model's manner.
+    """Facts of a model's manner that a server needs.
 
     Attributes:
-        tools: the name of the tool calls' form (`specrs.tools.PARSERS`); ``None``: it has none.
-        newer: of Mistral's two forms, ``name[ARGS]{...}``.
-        reasoning: marks around what the model thinks; ``None``: it has none.
+        tools: the name of the tool calls' form (`specrs.tools.PARSERS`); ``None``: the model has no such form.
+        newer: true for the newer of Mistral's two forms, ``name[ARGS]{...}``.
+        reasoning: marks around the model's reasoning; ``None``: the model has none.
     """
 
     tools: str | None = None
@@ -34,7 +34,7 @@ class Dialect:
 
     @classmethod
     def of(cls, template: str, tools: str = "auto", reasoning: str = "auto") -> Dialect:
-        """Of a template's source.
+        """Find the dialect from a template's source.
 
         Args:
             template: read where a name is ``"auto"``.
@@ -48,7 +48,7 @@ class Dialect:
 
 @functools.lru_cache(maxsize=64)
 def detect(template: str) -> str | None:
-    """The name of the form in which a template writes tool calls; ``None``: none that a parser here reads."""
+    """Return the name of the form in which a template writes tool calls, or ``None`` if no parser here reads it."""
     if "tools" not in template or any(mark in template for mark in _OTHERS):
         return None
     if "[TOOL_CALLS]" in template:
@@ -62,5 +62,5 @@ def detect(template: str) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def detect_reasoning(template: str) -> tuple[str, str] | None:
-    """The marks between which a template's model thinks; ``None``: it does not."""
+    """Return the marks between which a template's model thinks, or ``None`` if it does not."""
     return next((pair for pair in REASONING.values() if pair[1] in template), None)

@@ -45,7 +45,7 @@ class Llama3(ToolParser):
 
 class Mistral(ToolParser):
     """Mistral: behind ``[TOOL_CALLS]`` a list of objects ``[{"name": ..., "arguments": {...}}, ...]``, or one object;
-    of newer models, ``name[ARGS]{...}``, with ``[CALL_ID]`` and an id behind the name perhaps.
+    in newer models ``name[ARGS]{...}``, perhaps with ``[CALL_ID]`` and an id behind the name.
 
     Templates of these models take ids of 9 letters and digits alone, so that is what calls get; the model's own are
     dropped.
@@ -55,7 +55,7 @@ class Mistral(ToolParser):
 
     @staticmethod
     def new_id() -> str:
-        """Of a call."""
+        """Return a new id for a call."""
         return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
     def _block(self, c: str) -> Read:
@@ -104,4 +104,4 @@ class Mistral(ToolParser):
 
 
 PARSERS: dict[str, type[ToolParser]] = {"hermes": Hermes, "llama3": Llama3, "mistral": Mistral}
-"""By name of the dialect."""
+"""Parsers by the name of the dialect."""

@@ -1,4 +1,4 @@
-"""From a request's tools to the grammar of its answers: calls in the dialect's form, arguments of each tool's schema.
+"""Makes the grammar of answers from a request's tools: calls in the dialect's form, arguments of each tool's schema.
 
 Calls are written as the families' own templates write them, to the space: that is what the models have read. Between
 the tokens of a call's arguments stands what `specrs.StructuredOutputs` allows in JSON.
@@ -24,7 +24,7 @@ _VALUES = ("enum", "const", "required", "x-guidance")
 
 @dataclass(frozen=True)
 class Thinking:
-    """That an answer may begin with reasoning, which no grammar binds.
+    """Reasoning that an answer may begin with; no grammar binds it.
 
     Attributes:
         start, end: marks around it.
@@ -46,24 +46,25 @@ def structured_outputs_for(
     thinking: Thinking | None = None,
     content: StructuredOutputs | None = None,
 ) -> StructuredOutputs | None:
-    """What an answer must look like.
+    """Return the form that an answer must have.
 
     Args:
-        tools: as OpenAI's requests have them: ``{"type": "function", "function": {"name", "parameters", "strict"}}``.
-        tool_choice: ``"required"``: one call at least; ``{"type": "function", "function": {"name": ...}}``: one call of
-            that tool; ``"auto"``: text with calls in it, where that needs a grammar, which it does with ``content``, or
-            a tool that is ``strict``; ``"none"``: nothing is asked of an answer.
-        dialect: or the name of its form.
-        parallel: whether there may be several calls.
+        tools: tools as OpenAI's requests have them: ``{"type": "function", "function": {"name", "parameters",
+            "strict"}}``.
+        tool_choice: ``"required"``: at least one call; ``{"type": "function", "function": {"name": ...}}``: one call of
+            that tool; ``"auto"``: text with calls in it, if that needs a grammar, which it does with ``content``, or
+            with a tool that is ``strict``; ``"none"``: no condition on the answer.
+        dialect: a dialect, or the name of its form.
+        parallel: true if there may be several calls.
         special: ids of special tokens by text; a mark that is one is that token.
-        thinking: what may stand before all else.
+        thinking: text that may stand before all else.
         content: the form of an answer that has no call, where the choice is ``"auto"``: of JSON.
 
     Returns:
         ``None`` where any text will do. Compiling it may find a schema that cannot be enforced.
 
     Raises:
-        ConfigError: no such dialect, tool or choice; ``content`` of another kind.
+        ConfigError: an unknown dialect, tool or choice; ``content`` of another kind.
     """
     if isinstance(dialect, str):
         dialect = Dialect(dialect)
@@ -135,7 +136,7 @@ class _Lark:
         return name
 
     def without(self, name: str, mark: str, *more: str) -> str:
-        """Any text in which the mark is not, and that none of ``more`` matches, which are regular expressions."""
+        """Add a rule for any text without the mark that none of ``more``, regular expressions, matches."""
         banned = [] if mark in self.special else [f"(?s:.*){_escaped(mark)}(?s:.*)"]
         return self.rule(name, " & ".join([_ANY, *(f"~/{rx}/" for rx in (*banned, *more))]))
 
@@ -197,7 +198,8 @@ def arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bare(schema: Any) -> Any:
-    """A schema without what is for readers alone: a grammar needs none of it, and its texts count against limits."""
+    """Return a schema without the parts for readers alone: a grammar needs none of them, and their texts count against
+    limits."""
     if isinstance(schema, list):
         return [_bare(one) for one in schema]
     if not isinstance(schema, Mapping):
@@ -212,12 +214,13 @@ def _bare(schema: Any) -> Any:
 
 
 def _escaped(text: str) -> str:
-    """Of a regular expression in Lark."""
+    """Return a text escaped for a regular expression in Lark."""
     return "".join(c if c.isalnum() or c in "_<>" else f"\\{c}" for c in text)
 
 
 def _schemas(lark: _Lark, functions: Sequence[Mapping[str, Any]], auto: bool) -> list[tuple[str, str]]:
-    """Of each tool its name and the rule of its arguments; where the model may choose, those of strict tools alone."""
+    """Return the name of each tool and the rule of its arguments; where the model may choose, those of strict tools
+    alone."""
     found = []
     for i, function in enumerate(functions):
         free = auto and not function.get("strict")

@@ -1,4 +1,4 @@
-"""From an answer's text, in any pieces, to content and tool calls.
+"""Makes content and tool calls of an answer's text, which comes in any pieces.
 
 **What is a call.** A text of the dialect's form, whose object names a tool that the request has, and whose arguments
 are an object, or left out. It is told as soon as its name and the first character of its arguments are known; from
@@ -28,27 +28,27 @@ from specrs.tools.deltas import ArgumentsDelta, ContentDelta, Delta, ToolCallSta
 from specrs.tools.scanner import SPACES, Broken, Read, Run, nobody, spaces, string, value, word
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-"""Of a tool, as a whole."""
+"""Pattern of a tool's whole name."""
 _ARGUMENTS = ("arguments", "parameters")
 
 
 class ToolParser(ABC):
-    """Of one message. The deltas, neighbours merged, are the same whatever the pieces of the text.
+    """Parser of one message. The deltas, neighbours merged, are the same whatever the pieces of the text.
 
     Args:
         tools: names that calls may have.
         ids: gives each call its id; ``None``: ``call_`` and 24 hexadecimal digits.
         parallel: tell all calls; else those behind the first are dropped.
-        certain: a grammar vouches for calls: what is left of one at the end of the text is no content, but dropped.
+        certain: a grammar vouches for calls: an unfinished call at the end of the text is dropped, and is no content.
     """
 
     #: Texts behind which a call may stand.
     opening: tuple[str, ...] = ()
     #: The text that ends a call.
     closing = ""
-    #: What may stand between two calls, beside white space.
+    #: Characters that may stand between two calls, beside white space.
     separators = ""
-    #: Whether a call needs no mark at the beginning, and behind another call.
+    #: True if a call needs no mark at the beginning, and behind another call.
     bare = False
 
     def __init__(
@@ -65,12 +65,12 @@ class ToolParser(ABC):
         self._out: list[Delta] = []
         self._held: list[str] = []  # characters that nobody was told of, the last one sent among them
         self._last = ""
-        self._run: Run = None  # what the machine takes at once
+        self._run: Run = None  # pattern of characters that the machine takes at once
         self._fresh = True  # no content since the beginning, or since a call
         self._behind = False  # no content since a call that is complete
         self._open = False  # nor the mark that ends it
         self._told = False  # a call has begun and has not ended
-        self._listed = ""  # what stands between two calls of a list that is open
+        self._listed = ""  # text between two calls of a list that is open
         marks = "".join({mark[0] for mark in self.opening})
         self._plain = re.compile(rf"(?:[ \t\n\r]*[^ \t\n\r{re.escape(marks)}])+")
         self._machine = self._text()
@@ -79,11 +79,11 @@ class ToolParser(ABC):
 
     @staticmethod
     def new_id() -> str:
-        """Of a call."""
+        """Return a new id for a call."""
         return f"call_{secrets.token_hex(12)}"
 
     def feed(self, text: str) -> list[Delta]:
-        """What the next piece of the text says.
+        """Return the deltas of the next piece of the text.
 
         Raises:
             ValueError: the text has ended.
@@ -99,7 +99,7 @@ class ToolParser(ABC):
         return self._taken()
 
     def finish(self) -> list[Delta]:
-        """What is known at the end of the text."""
+        """Return the deltas that are known only at the end of the text."""
         if not self._done:
             self._done = True
             with contextlib.suppress(StopIteration):
@@ -128,13 +128,13 @@ class ToolParser(ABC):
         self._held.clear()
 
     def _release(self) -> None:
-        """What is held is content, but for the last character, which is looked at again."""
+        """Give the held text out as content, but for the last character, which is looked at again."""
         del self._held[-1]
         self._tell_all()
         self._held.append(self._last)
 
     def _drop(self) -> None:
-        """What is held is part of a call, but for the last character."""
+        """Drop the held text as part of a call, but for the last character."""
         self._held = [self._last]
 
     def _begin(self, name: str) -> None:
@@ -172,11 +172,11 @@ class ToolParser(ABC):
                     self._release()
 
     def _is_rest(self) -> bool:
-        """Whether nothing is held but what may stand behind a call."""
+        """Return whether all held text may stand behind a call."""
         return not "".join(self._held).strip(f" \t\n\r{self.separators}{self._listed}")
 
     def _content(self, c: str) -> Generator[Any, str, tuple[bool, str]]:
-        """Up to where a call may begin, if one may: white space and a mark are held."""
+        """Read up to where a call may begin; white space and a mark are held."""
         while c != "":
             if c in SPACES or (self._behind and c in self.separators):
                 c = yield
@@ -211,7 +211,7 @@ class ToolParser(ABC):
         return self.closing.startswith(held)
 
     def _mark(self, marks: list[str]) -> Generator[Any, str, tuple[str, str]]:
-        """Which mark it is, ``""`` for none, and the character behind."""
+        """Return the mark that comes, ``""`` for none, and the character behind it."""
         at = 1
         while True:
             c = yield
@@ -224,7 +224,7 @@ class ToolParser(ABC):
 
     @abstractmethod
     def _block(self, c: str) -> Read:
-        """One call, or several, behind a mark."""
+        """Read one call, or several, behind a mark."""
 
     def _call(self, c: str) -> Read:
         """An object that names a tool and has its arguments."""
@@ -255,7 +255,7 @@ class ToolParser(ABC):
                     raise Broken
                 argued = True
                 if c == "n":
-                    c = yield from word(c, "null")  # as if left out
+                    c = yield from word(c, "null")  # null counts as left out
                 elif c != "{":
                     raise Broken
                 elif name is None:

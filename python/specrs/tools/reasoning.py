@@ -6,7 +6,7 @@ _SPACES = " \t\n\r"
 
 
 class ReasoningParser:
-    """Of one message: reasoning between two marks, at the beginning, and content behind it.
+    """Parser of one message: reasoning between two marks, at the beginning, and content behind it.
 
     White space beside a mark belongs to the mark. Without the first mark all is content; without the second, all is
     reasoning.
@@ -22,19 +22,19 @@ class ReasoningParser:
         self._start, self._end = start, end
         self._inside = inside
         self._content = False  # all that comes is content
-        self._fresh = True  # nothing but white space since a mark
+        self._fresh = True  # only white space since a mark
         self._held = ""
 
     @property
     def at(self) -> str | None:
-        """What the last character was of: ``"reasoning"``, ``"content"`` (also the second mark), ``None`` while only
-        more text can tell."""
+        """Part of the message that the last character belongs to: ``"reasoning"``, ``"content"`` (also the second
+        mark), ``None`` while only more text can tell."""
         if self._content:
             return "content"
         return "reasoning" if self._inside else None
 
     def feed(self, text: str) -> tuple[str, str]:
-        """What the next piece adds to the reasoning, and to the content, which comes behind it."""
+        """Return the reasoning and the content that the next piece adds; content comes behind reasoning."""
         if self._content and not self._fresh:
             return "", text
         self._held += text
@@ -58,7 +58,7 @@ class ReasoningParser:
         return reasoning, content
 
     def finish(self) -> tuple[str, str]:
-        """What was held back."""
+        """Return the reasoning and the content that were held back."""
         rest, self._held = self._held, ""
         if self._content:
             return "", ""

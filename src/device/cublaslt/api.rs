@@ -32,7 +32,7 @@ static REDUCE_IN_COMPUTE_TYPE: u32 = 2;
 /// Bytes that every operand's address is a multiple of.
 pub(super) const ALIGN: u64 = 16;
 
-/// How an algorithm works, as far as the library tells.
+/// Configuration of an algorithm, as far as the library tells.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Config {
     pub(super) id: i32,
@@ -275,7 +275,7 @@ fn layout(library: &'static Library, element: c_int, rows: u64, cols: u64) -> Re
 }
 
 impl Algo {
-    /// How it works.
+    /// The algorithm's configuration.
     pub(super) fn config(&self, library: &'static Library) -> Result<Config> {
         fn get<T: Default>(library: &'static Library, algo: &Algo, what: c_int) -> Result<T> {
             let (mut value, mut written) = (T::default(), 0);

@@ -48,7 +48,7 @@ pub(super) struct Bench<'a> {
     stream: OwnStream,
 }
 
-/// What became of one run.
+/// Outcome of one run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Ran {
     /// Every row had the bits of its class, which is this one.
@@ -156,8 +156,8 @@ impl<'a> Bench<'a> {
         Ok(need.filter(|bytes| *bytes <= self.workspace.bytes()))
     }
 
-    /// Run `rows` rows from row `first` of x on, and compare all of them with what earlier runs of the class gave. The
-    /// class is `class`, or what row 0 says where none is given and the run begins there.
+    /// Run `rows` rows from row `first` of x on, and compare all of them with the rows that earlier runs of the class
+    /// gave. The class is `class`; if none is given and the run begins at row 0, that row names it.
     pub(super) fn run(&mut self, algo: &Algo, rows: u32, first: u32, class: Option<u64>) -> Result<Ran> {
         let current = self.context.enter()?;
         if self.workspace(algo, rows)?.is_none() {
@@ -180,7 +180,7 @@ impl<'a> Bench<'a> {
         let all = (self.shape.max_rows + MORE) as usize;
         let known = self.known.entry(class).or_insert_with(|| {
             let mut rows = vec![None; all];
-            rows[0] = Some(class); // by what a class is called
+            rows[0] = Some(class); // a class is called by it
             rows
         });
         let mut same = true;
@@ -190,7 +190,7 @@ impl<'a> Bench<'a> {
         Ok(if same { Ran::Class(class) } else { Ran::Differs })
     }
 
-    /// Whether the algorithm gives the class's bits at every one of `samples`, at each of several places.
+    /// True if the algorithm gives the class's bits at every one of `samples`, at each of several places.
     pub(super) fn holds(&mut self, algo: &Algo, class: u64, samples: &[u32]) -> Result<bool> {
         for rows in samples {
             let last = self.shape.max_rows + MORE - rows;
@@ -208,7 +208,7 @@ impl<'a> Bench<'a> {
         Ok(true)
     }
 
-    /// Microseconds of one launch of `rows` rows, once and roughly: for choosing what is worth [`Self::time`].
+    /// Microseconds of one launch of `rows` rows, once and roughly: to choose candidates for [`Self::time`].
     pub(super) fn glance(&self, algo: &Algo, rows: u32) -> Result<f32> {
         let _current = self.context.enter()?;
         let (stream, launches) = (self.stream.stream(), self.launches(rows));
@@ -265,7 +265,7 @@ impl<'a> Bench<'a> {
 
 impl Drop for Bench<'_> {
     fn drop(&mut self) {
-        // What is in flight, after an error, ends before the memory goes on the list of what nobody uses.
+        // Work in flight, after an error, ends before the memory goes on the list of memory that nobody uses.
         if let Ok(_current) = self.context.enter() {
             let _ = self.stream.wait();
         }

@@ -73,7 +73,7 @@ pub(super) fn load(file: &Path, key: &str) -> Option<Saved> {
     })
 }
 
-/// Put the choice into the file, beside what it holds of others.
+/// Put the choice into the file, beside the choices that it holds for others.
 pub(super) fn store(file: &Path, key: &str, choice: &Choice) -> io::Result<()> {
     let mut all = entries(file);
     all.insert(key.to_owned(), of(choice));

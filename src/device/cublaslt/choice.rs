@@ -17,24 +17,25 @@ pub(super) struct Bucket {
     pub(super) workspace: usize,
 }
 
-/// Which algorithms the buckets of a weight may take.
+/// Algorithms that the buckets of a weight may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Classes {
-    /// Those of one class of bits, the same in every bucket: a row's bits do not depend on how many rows there are.
+    /// Algorithms of one class of bits, the same in every bucket: a row's bits do not depend on how many rows there
+    /// are.
     #[default]
     One,
-    /// Any, in each bucket the fastest: a row's bits change with the number of rows. For measurements of what [`One`]
-    /// costs, and for nothing else.
+    /// Algorithms of any class, in each bucket the fastest: a row's bits change with the number of rows. For
+    /// measurements of the cost of [`One`], and for nothing else.
     ///
     /// [`One`]: Classes::One
     Any,
 }
 
-/// What was chosen for a shape: one class of bits, and the fastest algorithm of it in every bucket.
+/// The choice for a shape: one class of bits, and the fastest algorithm of it in every bucket.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Choice {
     pub(super) shape: LinearShape,
-    /// Whether the buckets are of one class.
+    /// Algorithms that the buckets may take.
     pub(super) classes: Classes,
     /// Fingerprint of the first row of the product of the reproducible operands: it names the class. 0 where there is no
     /// one class.
@@ -44,7 +45,7 @@ pub struct Choice {
     pub(super) candidates: usize,
     /// Runs whose rows differed from others of their class; their algorithms were not taken there.
     pub(super) dropped: usize,
-    /// Whether it was measured in this process, or before and checked in this one.
+    /// True if it was measured in this process; false if measured before, and checked in this one.
     pub(super) measured: bool,
 }
 
@@ -54,7 +55,7 @@ impl Choice {
         &self.shape
     }
 
-    /// Parts that K is split into; of any class, those of the fewest rows.
+    /// Parts that K is split into; for [`Classes::Any`], those of the fewest rows.
     pub fn split(&self) -> u32 {
         self.buckets.first().map_or(1, |b| b.config.split.max(1) as u32)
     }
@@ -91,8 +92,8 @@ pub(super) struct Class {
 /// model should not.
 const GAIN: f32 = 1.03;
 
-/// The class for a weight: of those that cover every bucket the one with the least time against each bucket's best, decoding's
-/// buckets counting most. `None` where no class (of split `only`) covers them.
+/// The class for a weight: among those that cover every bucket, the one with the least time against each bucket's best,
+/// decoding's buckets counting most. `None` where no class (of split `only`) covers them.
 pub(super) fn pick(buckets: &[u32], classes: &[Class], only: Option<u32>) -> Option<usize> {
     let weight = |rows: u32| match rows {
         0..=256 => 1.0,

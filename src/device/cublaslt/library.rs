@@ -83,9 +83,9 @@ functions! {
 /// The library, loaded for as long as the process lives.
 pub(super) struct Library {
     pub(super) call: Functions,
-    /// As `cublasLtGetVersion` has it: 130100 is 13.1.
+    /// The version as `cublasLtGetVersion` has it: 130100 is 13.1.
     pub(super) version: usize,
-    /// Where it was found.
+    /// Path at which the library was found.
     pub(super) path: String,
 }
 

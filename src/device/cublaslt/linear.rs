@@ -22,7 +22,7 @@ use crate::overlap::{Operand, Span, disjoint};
 /// Bytes that the workspace's address is a multiple of.
 const WORKSPACE_ALIGN: u64 = 256;
 
-/// cublasLt on one device, what was chosen for the shapes that were asked for, and the file that keeps it.
+/// cublasLt on one device, the choices for the shapes that were asked for, and the file that keeps them.
 #[derive(Debug)]
 pub struct Products {
     opened: Arc<Opened>,
@@ -58,7 +58,7 @@ impl Products {
         Self::with_file(device, folders, cache::path().as_deref())
     }
 
-    /// As [`Self::open`], with choices kept in `file`, or nowhere.
+    /// Open as [`Self::open`] does, with choices kept in `file`, or nowhere.
     pub fn with_file(device: &'static Device, folders: &[PathBuf], file: Option<&Path>) -> Result<Self> {
         let library = Library::load(folders)?;
         let _current = device.context().enter()?;
@@ -78,9 +78,9 @@ impl Products {
         Self { opened: self.opened.clone(), file, classes: self.classes }
     }
 
-    /// The same library without what this module promises: each bucket of rows gets the fastest algorithm of any class
-    /// ([`Classes::Any`]), so that the same row may have other bits among other numbers of rows. Measured in each process,
-    /// kept in no file. For the bench that says what the promise costs (`benches/gpu/engine.py`), and for nothing else.
+    /// The same library without the promise of this module: each bucket of rows gets the fastest algorithm of any class
+    /// ([`Classes::Any`]), so that the same row may have other bits among other numbers of rows. Measured in each
+    /// process, kept in no file. For the bench of the promise's cost (`benches/gpu/engine.py`), and for nothing else.
     pub fn without_contract(&self) -> Self {
         Self { opened: self.opened.clone(), file: None, classes: Classes::Any }
     }
@@ -126,15 +126,15 @@ impl Products {
             Classes::One => tune::choose(handle, device, shape, split, self.file.as_deref()),
             Classes::Any => tune::fastest_of_any(handle, device, shape),
         };
-        let _ = device.collect()?; // what was tried with
+        let _ = device.collect()?; // takes back the memory that trials used
         let choice = Arc::new(made?);
         chosen.push(Chosen { split, choice: choice.clone(), files: self.file.iter().cloned().collect() });
         Ok(choice)
     }
 
-    /// What the bits of products depend on, as JSON: device, driver, library and, for each shape that was chosen, the
-    /// split of K, the fingerprint of the class, and the algorithm of each bucket with its time. `contract` is false
-    /// [without it](Self::without_contract).
+    /// Facts on which the bits of products depend, as JSON: device, driver, library and, for each shape that was
+    /// chosen, the split of K, the fingerprint of the class, and the algorithm of each bucket with its time. `contract`
+    /// is false [without it](Self::without_contract).
     pub fn numerics(&self) -> String {
         let Opened { handle, device, chosen } = &*self.opened;
         let chosen = chosen.lock().unwrap_or_else(PoisonError::into_inner);
@@ -237,7 +237,7 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// What was chosen for it.
+    /// The choice for the product's shape.
     pub fn choice(&self) -> &Arc<Choice> {
         &self.choice
     }

@@ -12,9 +12,9 @@ pub struct LinearShape {
     pub inputs: u32,
     /// Element of weight and x: bf16 or f16.
     pub element: FloatType,
-    /// Whether y is float32, and not of the weight's type.
+    /// True if y is float32, and not of the weight's type.
     pub f32_output: bool,
-    /// Whether a bias of y's type is added before the sum is rounded.
+    /// True if a bias of y's type is added before the sum is rounded.
     pub bias: bool,
     /// Most rows of one launch.
     pub max_rows: u32,
@@ -72,7 +72,7 @@ impl LinearShape {
         self.outputs as usize * self.inputs as usize * self.element.bytes() as usize
     }
 
-    /// What a result depends on, for the file of choices.
+    /// Key of a result in the file of choices: everything that it depends on.
     pub(super) fn key(&self) -> String {
         let Self { outputs, inputs, element, bias, max_rows, .. } = self;
         let bias = if *bias { " + bias" } else { "" };

@@ -1,4 +1,4 @@
-//! From a shape to a choice: by measurement, or from the file and checked.
+//! Makes the choice for a shape: by measurement, or from the file and checked.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -14,8 +14,8 @@ use crate::error::Result;
 
 /// Proposals asked for at each number of rows.
 const PROPOSALS: usize = 12;
-/// Up to so many rows, those of decoding and verification, every algorithm is tried, wherever it was proposed: of a down
-/// projection on an H200 the fastest for 64 rows, by a sixth, is proposed for other numbers alone.
+/// Up to so many rows, those of decoding and verification, every algorithm is tried, wherever it was proposed: for a
+/// down projection on an H200, the fastest for 64 rows, by a sixth, is proposed only for other numbers.
 const TRY_ALL: u32 = 256;
 /// Fastest algorithms of a bucket that are timed again.
 const FINALISTS: usize = 6;
@@ -31,8 +31,8 @@ struct Trial {
     us: f32,
 }
 
-/// The choice for `shape`: that of the file, where it is there and holds on this device, else a new one. `split` asks for
-/// one split of K instead of the fastest.
+/// The choice for `shape`: the file's, if it is there and holds on this device, else a new one. `split` asks for one
+/// split of K instead of the fastest.
 pub(super) fn choose(
     handle: &Handle,
     device: &'static Device,
@@ -53,7 +53,7 @@ pub(super) fn choose(
     Ok(choice)
 }
 
-/// The fastest algorithm of each bucket, of whatever class. No file has such a choice: nothing but a measurement takes it.
+/// The fastest algorithm of each bucket, of any class. No file has such a choice: only a measurement takes it.
 pub(super) fn fastest_of_any(handle: &Handle, device: &'static Device, shape: LinearShape) -> Result<Choice> {
     measure(handle, device, shape, None, Classes::Any)
 }
@@ -62,7 +62,7 @@ pub(super) fn fastest_of_any(handle: &Handle, device: &'static Device, shape: Li
 pub(super) fn keep(handle: &Handle, device: &Device, choice: &Choice, split: Option<u32>, file: &Path) {
     let key = key(handle, device, choice.shape(), split);
     if cache::load(file, &key).is_none() {
-        let _ = cache::store(file, &key, choice); // as above
+        let _ = cache::store(file, &key, choice); // a failure is ignored, as above
     }
 }
 
@@ -72,7 +72,7 @@ fn key(handle: &Handle, device: &Device, shape: &LinearShape, split: Option<u32>
     format!("{} | {shape}{by}", place(handle, device))
 }
 
-/// What a choice holds for: device, driver, library.
+/// Key of the place for which a choice holds: device, driver, library.
 pub(super) fn place(handle: &Handle, device: &Device) -> String {
     let (name, capability) = (device.name(), device.capability());
     let multiprocessors = device.context().multiprocessors();
@@ -149,8 +149,8 @@ fn measure(
     let mut bench = Bench::new(handle, device, shape, true, MAX_WORKSPACE)?;
     let (candidates, proposed) = candidates(handle, device, &bench, &shape, &borders)?;
     let (mut trials, mut tried, mut dropped) = (Vec::new(), HashSet::new(), 0);
-    // Up, and down again: what is fast in a bucket, of each split, is tried in both its neighbours, so that no class has
-    // a hole where the library would rather have another class.
+    // Go up, and down again: the fast algorithms of a bucket, of each split, are tried in both its neighbours, so that
+    // no class has a hole where the library would rather have another class.
     let up = 0..borders.len();
     for bucket in up.clone().chain(up.rev()) {
         let mut wanted: Vec<usize> = Vec::new();
@@ -197,7 +197,7 @@ fn measure(
         Classes::Any => None,
     };
     let mut buckets: Vec<Bucket> = Vec::new();
-    // From the largest down: what serves more rows must be beaten by what serves fewer.
+    // Go from the largest down: an algorithm for more rows must be beaten by one for fewer.
     let mut larger = None;
     for (i, rows) in borders.iter().enumerate().rev() {
         let mut of: Vec<&Trial> =
@@ -230,8 +230,8 @@ fn measure(
     Ok(Choice { shape, classes: allowed, fingerprint, buckets, candidates, dropped, measured: true })
 }
 
-/// What the library proposes at the ends and in the middle of every bucket: each algorithm once, and by their indices
-/// those of each bucket.
+/// The library's proposals at the ends and in the middle of every bucket: each algorithm once, and for each bucket the
+/// indices of its own.
 #[allow(clippy::type_complexity, reason = "two lists that belong together, taken apart at once")]
 fn candidates(
     handle: &Handle,

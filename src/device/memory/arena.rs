@@ -33,12 +33,12 @@ use crate::error::{Error, Result};
 pub const REGION_ALIGN: usize = 256;
 /// Bytes of a guard gap.
 const GAP: usize = 256;
-/// What a guard gap holds.
+/// Byte that fills a guard gap.
 const CANARY: u8 = 0xA5;
-/// What a poisoned region holds: NaN in every float type, -1 in every integer.
+/// Byte that fills a poisoned region: NaN in every float type, -1 in every integer.
 const POISON: u8 = 0xFF;
 
-/// Whether an arena keeps gaps of known bytes around its regions.
+/// Guards of an arena: gaps of known bytes around its regions, or none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Guards {
     /// Regions follow each other.
@@ -75,7 +75,7 @@ impl<T> Region<T> {
         Region { plan: self.plan, index: self.index, len: self.len * size_of::<T>(), element: PhantomData }
     }
 
-    /// Whether there are no elements.
+    /// True if there are no elements.
     pub fn is_empty(self) -> bool {
         self.len == 0
     }
@@ -138,7 +138,7 @@ impl ArenaPlan {
         self.end as u64
     }
 
-    /// A line of `budget` for each region; what alignment and guards add is a line of its own.
+    /// Add a line to `budget` for each region, and one for the bytes of alignment and guards.
     pub fn add_to(&self, budget: &mut Budget) {
         for p in &self.placed {
             budget.fixed(p.name, p.bytes as u64);
@@ -229,7 +229,7 @@ impl Arena {
     }
 
     /// Check, once the work on `stream` has finished, that nothing was written outside the regions. The host waits, so
-    /// this is for tests and for looking for a fault. Without guards, only what alignment left over is not looked at.
+    /// this is for tests and for looking for a fault. Without guards, bytes that alignment left over are not checked.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`] with the region before the first byte that differs, the byte's index from its start, and the

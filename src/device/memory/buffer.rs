@@ -29,13 +29,13 @@ struct Block {
 
 #[derive(Debug, Default)]
 struct Uses {
-    /// One a stream, by its handle: behind the last use that was told.
+    /// One event for each stream, by its handle: behind the last use that was told.
     ends: Vec<(usize, RawEvent)>,
     /// Graphs of this crate's own that use it: over once they are gone.
     graphs: Vec<Weak<()>>,
-    /// A use is in somebody else's captured graph, which no event ends.
+    /// True if a use is in a captured graph of another owner, which no event ends.
     captured: bool,
-    /// The end of a use could not be marked: it is not known when that is over.
+    /// True if the end of a use could not be marked: nobody knows when that use is over.
     unmarked: bool,
 }
 
@@ -89,7 +89,7 @@ impl Block {
         Ok(())
     }
 
-    /// Whether every use that was told is over.
+    /// True if every use that was told is over.
     fn idle(&self) -> Result<bool> {
         let _current = self.context.enter()?;
         let uses = self.uses();
@@ -149,8 +149,8 @@ fn none_left(context: &Context, what: &str, bytes: usize) -> Error {
 pub struct DeviceBuffer(Block);
 
 impl DeviceBuffer {
-    /// Allocate `bytes`, called `what` in errors. The content is undefined. First frees what was dropped on this device
-    /// and is done with. May be called while a stream is captured, whose graph knows nothing of it.
+    /// Allocate `bytes`, called `what` in errors. The content is undefined. First frees dropped memory of this device
+    /// that is no longer in use. May be called while a stream is captured, whose graph knows nothing of it.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`] with what is needed and what is free.
@@ -196,7 +196,7 @@ impl DeviceBuffer {
         to.wait_for(&end)
     }
 
-    /// [`Self::used_on`] where nobody can be told of an error.
+    /// [`Self::used_on`] for callers that cannot be told of an error.
     pub(super) fn used_by_consumer(&self, stream: Stream) {
         let _ = self.0.used_on(stream);
     }
@@ -225,7 +225,7 @@ impl DeviceBuffer {
         let _current = self.0.context.enter()?;
         // SAFETY: within the allocation, which `used_on` keeps until the fill has finished.
         let filled = unsafe { raw::fill(self.0.address + offset as u64, byte, bytes, stream) };
-        // Also behind a call that was refused: it may have begun.
+        // The use is told behind a refused call, too: the call may have begun.
         self.used_on(stream).and(filled)
     }
 
@@ -249,7 +249,7 @@ impl DeviceBuffer {
         let end = RawEvent::new(false)?;
         // SAFETY: both ranges are there until `end` has been waited for.
         let asked = unsafe { raw::download(out.as_mut_ptr(), self.0.address + offset as u64, bytes, stream) };
-        // Waited for on an error, too: a copy may be under way. Where that cannot be, it may come at any time.
+        // Wait on an error, too: a copy may be under way. Where the wait fails, the copy may come at any time.
         if let Err(error) = end.record(stream).and_then(|()| end.wait()) {
             std::mem::forget(out);
             return Err(error);
@@ -316,7 +316,7 @@ impl PinnedBuffer {
     pub(in crate::device) fn host(&self) -> *mut u8 {
         match &self.0.memory {
             Some(RawMemory::Pinned(host)) => host.as_ptr(),
-            _ => std::ptr::NonNull::dangling().as_ptr(), // not before it is dropped
+            _ => std::ptr::NonNull::dangling().as_ptr(), // reached only once it is dropped
         }
     }
 

@@ -21,7 +21,7 @@ unsafe impl Send for RawMemory {}
 // SAFETY: as above.
 unsafe impl Sync for RawMemory {}
 
-/// What the driver says to an allocation that does not fit.
+/// True if the driver said that an allocation does not fit.
 pub(super) fn is_out_of_memory(error: &Error) -> bool {
     matches!(error, Error::Cuda { message, .. } if message.starts_with("CUDA_ERROR_OUT_OF_MEMORY"))
 }
@@ -59,7 +59,7 @@ impl RawMemory {
 
     /// Give it back. The driver may wait for work in flight.
     pub(super) fn free(self) {
-        // An error at this point has nobody to act on it.
+        // Nobody can act on an error at this point.
         match self {
             Self::Device(address) => {
                 // SAFETY: allocated once by `device`; taken by value, so freed once.

@@ -19,8 +19,9 @@ pub(super) struct Retiring {
     pub(super) uses: Vec<RawEvent>,
     /// Graphs of this crate's own that were captured over it.
     pub(super) graphs: Vec<Weak<()>>,
-    /// Somebody else's graph was captured over it, or the end of a use could not be marked, so that no event says when the last
-    /// use is over: it goes back when the process says that nothing is in flight and no such graph is left.
+    /// True if another owner's graph was captured over it, or the end of a use could not be marked, so that no event
+    /// says when the last use is over. The memory goes back when the process says that nothing is in flight and no such
+    /// graph is left.
     pub(super) captured: bool,
 }
 
@@ -33,7 +34,8 @@ pub(in crate::device) struct Retired {
 }
 
 impl Retired {
-    /// Locked for moments only, whoever drops: nothing under it calls back. A panic cannot leave a half of an entry.
+    /// Lock the list. It is locked for moments only, by any thread that drops: nothing under it calls back. A panic
+    /// cannot leave half of an entry.
     fn list(&self) -> MutexGuard<'_, Vec<Retiring>> {
         self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -47,7 +49,7 @@ impl Retired {
     /// the bytes freed.
     pub(in crate::device) fn collect(&self, wait: bool) -> u64 {
         let (done, pending): (Vec<_>, Vec<_>) = std::mem::take(&mut *self.list()).into_iter().partition(|block| {
-            // An event that cannot be asked says nothing, so its memory stays.
+            // An event that cannot be asked tells nothing, so its memory stays.
             let over = |e: &RawEvent| if wait { e.wait().is_ok() } else { e.reached().unwrap_or(false) };
             let gone = |graph: &Weak<()>| graph.strong_count() == 0;
             !block.captured && block.graphs.iter().all(gone) && block.uses.iter().all(over)

@@ -37,9 +37,9 @@ declare! {
             q: u64,
             /// `[num_slots, kv_heads, head_dim]`: keys of one layer.
             k: u64,
-            /// As `k`: values.
+            /// Values, in the form of `k`.
             v: u64,
-            /// As `q`; of `f32` where `out_f32` is 1.
+            /// Output in the form of `q`; of `f32` where `out_f32` is 1.
             out: u64,
             /// `int32[table_rows, table_width]`: page ids.
             table: u64,
@@ -57,7 +57,7 @@ declare! {
             partials: u64,
             /// `f32[slots, slot_rows, 2]`: maximum and row sum of a split.
             states: u64,
-            /// Where faults go.
+            /// Destination of faults.
             report: Report,
             /// Requests, at most `MAX_ATTENTION_REQUESTS`.
             requests: i32,

@@ -103,7 +103,7 @@ declare! {
             partials: u64,
             /// `uint32[requests]`: blocks that have finished; 0 between launches.
             counters: u64,
-            /// Where faults go.
+            /// Destination of faults.
             report: Report,
             /// Elements from row to row of the logits.
             logits_stride: u64,
@@ -133,7 +133,7 @@ declare! {
             min_score: u64,
             /// `int32`: requests that are live; 0 where all are.
             live: u64,
-            /// Where faults go.
+            /// Destination of faults.
             report: Report,
         }
 
@@ -141,7 +141,7 @@ declare! {
         TreeUniteParams {
             /// The trees that the device drafted.
             own: GivenTrees,
-            /// Those of the host.
+            /// Trees of the host.
             other: GivenTrees,
             /// Written.
             trees: Trees,
@@ -149,7 +149,7 @@ declare! {
             live: u64,
             /// `int32[requests * draft_tokens]`: whose a node is: bit 0 an own one, bit 1 the other tree's.
             origins: u64,
-            /// Where faults go.
+            /// Destination of faults.
             report: Report,
         }
     }

@@ -18,7 +18,7 @@ declare! {
         }
     }
     structs {
-        /// Where the faults of a launch go.
+        /// Destination of a launch's faults.
         Report {
             /// Two [`FaultRecord`]s in mapped host memory: of accesses, then of probes.
             record: u64,
@@ -46,7 +46,7 @@ declare! {
             index: i64,
             /// One past the largest allowed index; 0 for a probe.
             bound: i64,
-            /// What a probe of scores found (`Probe`); 0 for an access.
+            /// Finding of a probe of scores (`Probe`); 0 for an access.
             probe: i32,
             /// Absolute position of the token that could not be drawn; -1 where none applies.
             position: i32,

@@ -28,7 +28,7 @@ declare! {
             dst: u64,
             /// `int32[requests + 1]`.
             offsets: u64,
-            /// Where faults go.
+            /// Destination of faults.
             report: Report,
             /// Bytes of a plane: `num_slots` rows.
             plane_bytes: u64,
@@ -54,7 +54,7 @@ declare! {
             paths: u64,
             /// `int32[requests]`: lengths with the accepted nodes.
             new_lens: u64,
-            /// Of the pool; written by a remap.
+            /// Page table of the pool; written by a remap.
             table: PageTable,
             /// `int32[requests]`: the row of each request.
             rows: u64,
@@ -66,7 +66,7 @@ declare! {
             dst: u64,
             /// `int32[requests + 1]`; 0 for a remap.
             move_offsets: u64,
-            /// Where faults go.
+            /// Destination of faults.
             report: Report,
             /// Requests.
             requests: i32,

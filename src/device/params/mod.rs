@@ -1,5 +1,5 @@
-//! What the kernels and their launches agree on, declared once for Rust and C++: parameters, constants, and the ids of
-//! faults. A family of kernels has a file here.
+//! Declarations on which kernels and their launches agree, made once for Rust and C++: parameters, constants, and the
+//! ids of faults. A family of kernels has a file here.
 //!
 //! A declaration makes a `#[repr(C)]` struct of its module and the same struct in C++. `build.rs` includes this module and
 //! writes [`header`] as `params.cuh` beside the PTX. A struct has no padding, which the Rust compiler asserts here; the
@@ -82,7 +82,7 @@ macro_rules! declare {
             };
         )+)?
 
-        /// What this file declares.
+        /// Declarations of this file.
         pub(super) const DECLARED: super::Declared = super::Declared {
             file: file!(),
             constants: &[$($((stringify!($constant), $constant_value, &[$($constant_doc),+])),+)?],
@@ -144,7 +144,7 @@ pub enum Table {
     Mirror,
 }
 
-/// What one file declares.
+/// Declarations of one file.
 #[derive(Debug, Clone, Copy)]
 struct Declared {
     file: &'static str,

@@ -48,7 +48,7 @@ declare! {
             holey: u32,
         }
 
-        /// What formats are made of: arrays of a plan and their sizes, those of the bucket.
+        /// Parts that formats are made of: arrays of a plan and their sizes, those of the bucket.
         PlanArrays {
             /// `int32[batch]`: row of each request in the page table, -1 for a dead one.
             rows: u64,
@@ -81,7 +81,7 @@ declare! {
             parents: u64,
             /// `uint64[batch * topk * words]`: draft slots that each branch attends to (draft); 0: its lane.
             ancestors: u64,
-            /// Of the pool.
+            /// Page table of the pool.
             table: PageTable,
             /// `int32`: live requests; 0: all are that have a row.
             live: u64,
@@ -91,11 +91,11 @@ declare! {
             out_versions: u64,
             /// `int32[queries]`.
             positions: u64,
-            /// Where faults go.
+            /// Destination of faults.
             report: Report,
             /// Entries of `parents`.
             parents_len: i64,
-            /// What is planned.
+            /// Step that is planned.
             step: Step,
         }
 
@@ -105,7 +105,7 @@ declare! {
             rows: u64,
             /// `int32[batch]`: committed length of each request.
             lens: u64,
-            /// Of the pool.
+            /// Page table of the pool.
             table: PageTable,
             /// `int32`: live requests; 0: all are that have a row.
             live: u64,
@@ -115,7 +115,7 @@ declare! {
             dst: u64,
             /// `int32[batch + 1]`: the copies of each request.
             offsets: u64,
-            /// Where faults go.
+            /// Destination of faults.
             report: Report,
             /// A draft step, of which the phase is not read.
             step: Step,
@@ -129,7 +129,7 @@ declare! {
         PlanListParams {
             /// Read.
             plan: PlanArrays,
-            /// Of the pool.
+            /// Page table of the pool.
             table: PageTable,
             /// `int32[lists + 1]`.
             kv_indptr: u64,
@@ -149,7 +149,7 @@ declare! {
             packed_indptr: u64,
             /// `uint8[packed_bytes]`; optional.
             packed_mask: u64,
-            /// Where faults go.
+            /// Destination of faults.
             report: Report,
             /// Capacity of `kv_indices`.
             indices: i64,
@@ -157,7 +157,7 @@ declare! {
             mask_elements: i64,
             /// Capacity of `packed_mask`.
             packed_bytes: i64,
-            /// What is planned.
+            /// Step that is planned.
             step: Step,
             /// 1 for int64 where the two formats differ, 0 for int32.
             wide: u32,
@@ -170,7 +170,7 @@ declare! {
         PlanTableParams {
             /// Read.
             plan: PlanArrays,
-            /// Of the pool.
+            /// Page table of the pool.
             table: PageTable,
             /// `int32[batch]`.
             cache_seqlens: u64,
@@ -184,9 +184,9 @@ declare! {
             expand_page_table: u64,
             /// `int32[queries + 1]`.
             expand_cu_seqlens_q: u64,
-            /// Where faults go.
+            /// Destination of faults.
             report: Report,
-            /// What is planned.
+            /// Step that is planned.
             step: Step,
             /// Columns of `page_table`.
             page_columns: i32,

@@ -21,7 +21,7 @@ declare! {
             q: u64,
             /// `[num_slots, kv_heads, head_dim]`: keys of the layer.
             cache_k: u64,
-            /// As `cache_k`: values of the layer.
+            /// Values of the layer, in the form of `cache_k`.
             cache_v: u64,
             /// `int32[rows]`.
             positions: u64,
@@ -37,11 +37,11 @@ declare! {
             q_norm: u64,
             /// `[head_dim]`; 0 for none.
             k_norm: u64,
-            /// Where faults go.
+            /// Destination of faults.
             report: Report,
-            /// Of `qkv`.
+            /// Stride of `qkv`.
             qkv_stride: u64,
-            /// Of `q`.
+            /// Stride of `q`.
             q_stride: u64,
             /// Rows.
             rows: i32,

@@ -91,7 +91,7 @@ declare! {
             ring: u64,
             /// `int32` in mapped host memory: not 0 where the host asks for an end.
             stop: u64,
-            /// Where faults go.
+            /// Destination of faults.
             report: Report,
             /// Handle of the conditional node that runs the rounds; 0 where there is none.
             handle: u64,

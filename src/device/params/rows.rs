@@ -30,7 +30,7 @@ declare! {
             targets: u64,
             /// `int32`: rows that are live; 0 where all are.
             live: u64,
-            /// Where faults go.
+            /// Destination of faults.
             report: Report,
             /// Bytes from row to row of the table.
             table_stride: u64,
@@ -68,15 +68,15 @@ declare! {
             copy: u64,
             /// `int32`: rows that are live; 0 where all are.
             live: u64,
-            /// Where faults go.
+            /// Destination of faults.
             report: Report,
-            /// Of `residual`.
+            /// Stride of `residual`.
             residual_stride: u64,
-            /// Of `x`.
+            /// Stride of `x`.
             x_stride: u64,
-            /// Of `out`.
+            /// Stride of `out`.
             out_stride: u64,
-            /// Of `copy`.
+            /// Stride of `copy`.
             copy_stride: u64,
             /// Rows.
             rows: i32,
@@ -100,11 +100,11 @@ declare! {
             out: u64,
             /// `int32`: rows that are live; 0 where all are.
             live: u64,
-            /// Where faults go.
+            /// Destination of faults.
             report: Report,
-            /// Of `gate_up`.
+            /// Stride of `gate_up`.
             in_stride: u64,
-            /// Of `out`.
+            /// Stride of `out`.
             out_stride: u64,
             /// Rows.
             rows: i32,

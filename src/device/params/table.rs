@@ -35,7 +35,7 @@ declare! {
             table: PageTable,
             /// `int32[staged_words]`: heads of four words, then page ids.
             staged: u64,
-            /// Where faults go.
+            /// Destination of faults.
             report: Report,
             /// Words of the staging slot.
             staged_words: i32,

@@ -54,7 +54,7 @@ declare! {
             walk_lengths: u64,
             /// `uint32`: blocks that have finished; 0 between launches.
             counter: u64,
-            /// Where faults go.
+            /// Destination of faults.
             report: Report,
             /// Elements from row to row of the logits.
             logits_stride: u64,

@@ -127,8 +127,8 @@ impl GivenArrays<'_> {
 }
 
 impl DevicePlanner {
-    /// Write the arrays of `format` for `plan` into `arrays`, one for each of [`Format::arrays`] in their order; `None` for
-    /// one that the phase does not have, or an optional one that is left out. What they hold is what the host writes
+    /// Write the arrays of `format` for `plan` into `arrays`, one for each of [`Format::arrays`] in their order; `None`
+    /// for one that the phase does not have, or an optional one that is left out. They hold what the host writes
     /// ([`Lower`](crate::plan::Lower)); of a page table all of the capacity is written.
     ///
     /// A list, a mask or a row that does not fit is recorded, and empty.

@@ -102,7 +102,7 @@ pub struct DeviceBatch<'a> {
     pub live: Option<&'a DeviceSlice<i32>>,
 }
 
-/// Which step of a round is planned, with its operands in device memory.
+/// The step of a round that is planned, with its operands in device memory.
 #[derive(Debug, Clone, Copy)]
 pub enum DeviceStep<'a> {
     /// Tokens behind a prefix, attended causally: prefill, and the draft model's pass over accepted tokens.
@@ -171,7 +171,7 @@ pub struct PlanMemory {
 }
 
 impl PlanMemory {
-    /// What formats are made of, as kernels take it; sizes were checked.
+    /// The parts that formats are made of, as kernels take them; sizes were checked.
     fn arrays(&self) -> PlanArrays {
         PlanArrays {
             rows: self.rows.address(),
@@ -218,7 +218,7 @@ impl DevicePlan {
         self.phase
     }
 
-    /// What it is padded to.
+    /// Bucket that the plan is padded to.
     pub fn bucket(&self) -> Bucket {
         Bucket { batch: self.memory.rows.len() as u32, queries: self.memory.positions.len() as u32 }
     }

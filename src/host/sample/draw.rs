@@ -62,8 +62,8 @@ pub(super) fn token(config: &SamplerConfig, row: &[f32], position: u32, s: &mut 
     Ok(invert(s.kept.iter().map(|w| (key_index(w.key), w.weight)), fraction(u, total)))
 }
 
-/// What [`token`] draws from: each logit of such a row less the largest, over the temperature where there is one, and
-/// -inf for tokens that top-k, top-p and min-p leave out.
+/// The distribution from which [`token`] draws: each logit of such a row less the largest, over the temperature where
+/// there is one, and -inf for tokens that top-k, top-p and min-p leave out.
 pub(super) fn processed(config: &SamplerConfig, row: &[f32], s: &mut Pick, out: &mut [f32]) -> Result<(), RowFault> {
     let max = scan::scan(row, &mut s.chunk_max)?;
     let greedy = config.temperature == 0.0;

@@ -51,12 +51,12 @@ pub struct Sampler {
     config: SamplerConfig,
     /// Empty where no penalty reads it.
     history: History,
-    /// What the text must look like; other samplers of the request may have the same.
+    /// Grammar that the text must follow; other samplers of the request may have the same.
     grammar: Option<Tracker>,
 }
 
-/// The `count` largest logits of a row, the largest first, of equal ones the lower token first; as many as there are.
-/// Nothing where the row has NaN or no finite value.
+/// The `count` largest logits of a row, the largest first, and among equal ones the lower token first; as many as there
+/// are. Empty where the row has NaN or no finite value.
 pub fn likeliest(scratch: &mut Scratch, row: &[f32], count: usize) -> Vec<u32> {
     scratch.likeliest(row, count.min(row.len()))
 }
@@ -125,7 +125,7 @@ impl Sampler {
         mask.map_or_else(|| self.edits(), |mask| self.edits().masked(&mask))
     }
 
-    /// Whether tokens are drawn under masks.
+    /// True if tokens are drawn under masks.
     pub fn masked(&self) -> bool {
         self.grammar.is_some() || self.config.allowed.is_some()
     }
@@ -169,8 +169,9 @@ impl Sampler {
         self.edited(scratch, logits, path, |row, pick| draw::token(&self.config, row, position, pick)).map(|t| t as i32) // < vocab, which fits i32
     }
 
-    /// What [`Sampler::draw`] draws from: each logit, after masks, bias and penalties, less the largest of them; over the
-    /// temperature where that is not 0; -inf for tokens that are banned, or that top-k, top-p and min-p leave out.
+    /// The distribution from which [`Sampler::draw`] draws: each logit, after masks, bias and penalties, less the
+    /// largest of them; over the temperature where that is not 0; -inf for tokens that are banned, or that top-k, top-p
+    /// and min-p leave out.
     ///
     /// Its softmax is the distribution of the draw up to the rounding of f32; that of a greedy draw is what the model
     /// says after the edits. Overwrites `out`.
@@ -207,7 +208,7 @@ impl Sampler {
         let edited = if self.config.edits_logits() || mask.is_some() {
             row.clear();
             row.extend_from_slice(logits);
-            // Before penalties: one that overflows, of a token that is banned, is no fault.
+            // Masks come before penalties: an overflow of a penalty on a banned token is no fault.
             let masks = || self.config.allowed.iter().chain(&mask);
             masks().for_each(|m| m.ban(row));
             let logit = |token: i32| {
@@ -223,12 +224,12 @@ impl Sampler {
     }
 }
 
-/// Why no token can be drawn: the fault, and the operand that has it.
+/// Reason why no token can be drawn: the fault, and the operand that has it.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum DrawFault {
-    /// Of an operand.
+    /// The fault of an operand.
     Row(&'static str, RowFault),
-    /// Of the grammar: the reason.
+    /// The fault of the grammar: the reason.
     Grammar(String),
 }
 

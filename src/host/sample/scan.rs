@@ -11,7 +11,7 @@ pub(crate) const CHUNK: usize = 128;
 /// Vector elements that the loops below are written for; the compiler maps them to what the machine has.
 const WIDTH: usize = 16;
 
-/// Why a row cannot be sampled from.
+/// Reason why a row cannot be sampled from.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct RowFault {
     /// `NaN`, `+inf` or `all -inf`.
@@ -154,7 +154,7 @@ fn sum(softmax: Softmax, chunk: &[f32]) -> u64 {
     tail.iter().fold(total.wrapping_sub(base), |a, &x| a + softmax.weight(x))
 }
 
-/// Whether every logit up to `x` surely has weight 0: `exp(-29) * 2^40 < 1/3`.
+/// True if every logit up to `x` surely has weight 0: `exp(-29) * 2^40 < 1/3`.
 #[inline(always)]
 fn vanishes(softmax: Softmax, x: f32) -> bool {
     softmax.log_weight(x) < -29.0
@@ -246,7 +246,7 @@ mod tests {
     use super::*;
     use crate::round::weight::ONE;
 
-    /// For every length, and for chunks of every magnitude, down to those that are skipped.
+    /// Holds for every length, and for chunks of every magnitude, down to those that are skipped.
     #[test]
     fn sums_equal_the_sum_of_weights() {
         let softmax = Softmax::new(3.0, 0.7);

@@ -12,7 +12,7 @@ use crate::round::SamplerConfig;
 use crate::round::philox::{Purpose, uniform53};
 use crate::round::weight::{Softmax, fraction, mass};
 
-/// What the program is asked: every function takes what it needs of this.
+/// Inputs of the program: every function takes those that it needs.
 #[derive(Debug, Clone, Copy)]
 struct Point {
     a: u64,

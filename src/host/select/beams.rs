@@ -190,7 +190,7 @@ impl DraftBeams {
         let words = self.mask_words();
         self.spare_beams.resize(rows, 0);
         self.spare_bits.resize(rows * words, 0);
-        let first = k + (step - 1) * k * k; // of this step's candidates
+        let first = k + (step - 1) * k * k; // first of this step's candidates
         for i in 0..self.batch {
             self.keys.clear();
             for b in 0..k {
@@ -357,8 +357,8 @@ impl DraftBeams {
         self.steps
     }
 
-    /// Why requests of this round stopped drafting: [`Error::NonFinite`] (`draft logits`) with the request and the row of
-    /// its first bad logits. One a request at most; empty in a sound round.
+    /// Reasons why requests of this round stopped drafting: [`Error::NonFinite`] (`draft logits`) with the request and
+    /// the row of its first bad logits. One a request at most; empty in a sound round.
     pub fn faults(&self) -> &[Error] {
         &self.faults
     }

@@ -6,12 +6,12 @@ use crate::plan::certify::lengths;
 use crate::plan::certify::proof::{FailureSite, Proof};
 use crate::plan::{Extent, Format, Lens, Load, Phase, phases};
 
-/// Every phase of `format` at every residue of the committed length and at the context wall: what one request and a full
-/// batch of such requests use, and what is sized without knowing lengths, fit what is stated.
+/// Check every phase of `format` at every residue of the committed length and at the context wall: the needs of one
+/// request and of a full batch of such requests, and sizes without known lengths, fit the stated capacities.
 pub(super) fn full_batches(proof: &mut Proof, format: &impl Format, g: &Geometry) {
     let context = g.limits().max_context_len;
     let mut all: Vec<u32> = (0..g.page().get()).flat_map(|residue| lengths(g, residue)).collect();
-    // Where the steps of a draft and the nodes of a tree reach the wall.
+    // Lengths at which the steps of a draft and the nodes of a tree reach the wall.
     all.extend((0..=g.shape().steps().max(g.shape().draft_tokens())).filter_map(|n| context.checked_sub(n)));
     all.sort_unstable();
     all.dedup();
@@ -59,7 +59,7 @@ fn phase_of(proof: &mut Proof, format: &impl Format, g: &Geometry, phase: Phase,
     Ok(())
 }
 
-/// Each array of `used` is there in `have`, and within it in every dimension.
+/// Check that each array of `used` is there in `have`, and within it in every dimension.
 pub(super) fn fits(
     proof: &mut Proof,
     format: &impl Format,

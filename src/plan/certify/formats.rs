@@ -16,12 +16,12 @@ pub struct FormatCertificate {
 }
 
 impl FormatCertificate {
-    /// Whether nothing failed in any layout that the format can do. See [`Self::usable`].
+    /// True if nothing failed in any layout that the format can do. See [`Self::usable`].
     pub fn holds(&self) -> bool {
         self.layouts.iter().all(|l| l.failed == 0)
     }
 
-    /// Whether the format can do the configuration in some layout.
+    /// True if the format can do the configuration in some layout.
     pub fn usable(&self) -> bool {
         self.layouts.iter().any(|l| l.refused.is_none())
     }
@@ -32,7 +32,7 @@ impl FormatCertificate {
 pub struct FormatLayout {
     /// The layout.
     pub layout: Layout,
-    /// Why the format cannot do it, and what would work; nothing else was looked at then.
+    /// Reason why the format cannot do it, and an alternative that works; nothing else was looked at then.
     pub refused: Option<String>,
     /// Capacity of every array of every phase for the largest batch, each draft step for itself.
     pub arrays: Vec<FormatArray>,
@@ -78,7 +78,7 @@ pub struct FormatArray {
     pub shape: Vec<u64>,
     /// Bytes.
     pub bytes: u64,
-    /// Where the size comes from, with the numbers.
+    /// Derivation of the size, with the numbers.
     pub formula: String,
 }
 

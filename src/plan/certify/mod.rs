@@ -40,7 +40,7 @@ pub struct LayoutSizes {
     pub row_width: u32,
 }
 
-/// What [`certify`] found.
+/// Findings of [`certify`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Certificate {
     /// The limits.
@@ -55,7 +55,7 @@ pub struct Certificate {
     pub buffers: Vec<Buffer>,
     /// The per-branch formats' `kv_indices`, for comparison; not needed by the native format.
     pub per_branch: Buffer,
-    /// Whether one step's per-branch `kv_indices` fit `int32` indexing.
+    /// True if one step's per-branch `kv_indices` fit `int32` indexing.
     pub per_branch_fits: bool,
     /// Residues checked: all P of them.
     pub residues: u32,
@@ -72,7 +72,7 @@ pub struct Certificate {
 }
 
 impl Certificate {
-    /// Whether everything held: placements, rounds, and each format in each layout that it can do.
+    /// True if everything held: placements, rounds, and each format in each layout that it can do.
     pub fn holds(&self) -> bool {
         self.failed == 0 && self.formats.iter().all(FormatCertificate::holds)
     }
@@ -142,7 +142,7 @@ pub fn certify_with(limits: Limits, shape: TreeShape, formats: &[AnyFormat], rev
 }
 
 /// Committed lengths of a residue that are checked: the smallest, the one a page later, and the largest from which a
-/// round can start. Placement depends on the residue and adds the base, so that these stand for all.
+/// round can start. Placement depends on the residue and adds the base, so that these stand for all lengths.
 fn lengths(geometry: &Geometry, residue: u32) -> Vec<u32> {
     let (p, last) = (geometry.page().get(), geometry.limits().max_context_len - 1);
     let mut all = vec![residue, residue + p];

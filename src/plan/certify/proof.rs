@@ -10,7 +10,7 @@ use crate::plan::Phase;
 /// A position, size or write that breaks its limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
-    /// What is wrong.
+    /// Description of the fault.
     pub what: String,
     /// Layout it was found in.
     pub layout: Layout,
@@ -24,7 +24,7 @@ pub struct Failure {
     pub step: i64,
     /// The value.
     pub got: u64,
-    /// Its limit.
+    /// Limit of the value.
     pub limit: u64,
 }
 
@@ -42,7 +42,7 @@ impl fmt::Display for Failure {
 /// Failures that a certificate lists.
 pub const MAX_FAILURES: usize = 32;
 
-/// What a round behind a committed length may use.
+/// Positions that a round behind a committed length may use.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Room {
     /// Positions that one round may write behind the tail page's start (holey) or the prefix (dense).
@@ -71,7 +71,7 @@ pub(super) struct Proof {
     pub(super) plans: u64,
     pub(super) failures: Vec<Failure>,
     pub(super) failed: u64,
-    /// Which positions of the region are taken; scratch.
+    /// Taken positions of the region; scratch.
     pub(super) taken: Vec<bool>,
 }
 
@@ -81,7 +81,7 @@ impl Default for Proof {
     }
 }
 
-/// Where a failure is.
+/// Place of a failure.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FailureSite {
     pub(super) committed: u32,
@@ -235,7 +235,7 @@ mod tests {
         Geometry::new(limits, TreeShape::new(3, 6, 16).unwrap(), layout).unwrap()
     }
 
-    /// What a proof says of capacities that are one or more positions short.
+    /// Failures that a proof finds for capacities that are one or more positions short.
     fn failures(layout: Layout, committed: u32, short: impl Fn(&mut Room)) -> Vec<Failure> {
         let g = geometry(layout);
         let mut room = Room::of(&g, committed).unwrap();

@@ -18,7 +18,7 @@ const RESIDUES: u32 = 64;
 /// Entries of one array that a proof writes, at most: rows of longer contexts than that allows are shortened.
 const ENTRIES: u64 = 1 << 22;
 
-/// What was written.
+/// Figures of the written arrays.
 #[derive(Debug, Default)]
 pub(super) struct Written {
     /// Slots read back.
@@ -70,7 +70,7 @@ fn longest(g: &Geometry) -> u32 {
 struct Rows<'a> {
     proof: &'a mut Proof,
     format: AnyFormat,
-    /// Of two requests.
+    /// Geometry of two requests.
     g: Geometry,
     pool: Pool,
     planner: Planner<AnyFormat>,
@@ -145,7 +145,7 @@ impl Rows<'_> {
         Ok(())
     }
 
-    /// Plan, write into poisoned memory, read back; what was used is what was counted.
+    /// Plan, write into poisoned memory, read back, and compare the used sizes with the counted ones.
     fn written(&mut self, seqs: &[SeqId], lens: &[u32], step: PhaseInput<'_>) -> Result<()> {
         let Self { format, g, pool, planner, arrays, reads, .. } = self;
         let (format, g) = (*format, *g);
@@ -166,19 +166,19 @@ impl Rows<'_> {
             self.arrays.iter().filter_map(|a| index(&format, a.spec.name, a.extent)).collect();
         let counted = format.extents(&g, &Load::of_lens(&g, step.phase(), &Lens::Host(lens))?)?;
         fits(self.proof, &format, at, "rows written, as counted", &used, &counted);
-        // The extend of accepted tokens, and trees at the wall, take less than is counted; nothing else does.
+        // Only the extend of accepted tokens, and trees at the wall, take less than is counted.
         drop(plan);
         Ok(())
     }
 
     /// Write a full plan into static arrays of exactly the stated capacity, then one of fewer requests padded to the
-    /// same size: nothing of the first is left.
+    /// same size, of which nothing of the first may be left.
     fn padded(&mut self, seqs: &[SeqId], lens: &[u32], step: PhaseInput<'_>) -> Result<()> {
         let (g, format) = (self.g, self.format);
         let mut arrays = fixed(&format, &g, step.phase())?;
         let Self { pool, planner, reads, .. } = self;
         let done = pool.with_tables(|t| {
-            planner.set_debug(false); // as in production: nothing poisons what the last write left
+            planner.set_debug(false); // off as in production: nothing poisons what the last write left
             let full = plan(planner, &t, &Batch::new(seqs, Lens::Host(lens)), step)?;
             planner.lower(&t, &full, &mut arrays)?;
             let bucket = Bucket { batch: full.batch() as u32, queries: full.queries() as u32 };
@@ -232,7 +232,7 @@ fn first_request<'a>(step: PhaseInput<'a>, g: &Geometry) -> PhaseInput<'a> {
     }
 }
 
-/// Queries that are read back: of each request the first, one in the middle and the last, and every padded one.
+/// Queries that are read back: for each request the first, one in the middle and the last, and every padded one.
 fn sample(plan: &AuditedPlan<AnyFormat>) -> Vec<usize> {
     let mut queries = Vec::new();
     for i in 0..plan.live_batch() {
@@ -291,7 +291,7 @@ fn index(format: &AnyFormat, name: &str, extent: Extent) -> Option<(usize, Exten
     format.arrays().iter().position(|spec| spec.name == name).map(|array| (array, extent))
 }
 
-/// The first element that holds poison; of bytes in which any value may stand, none.
+/// The first element that holds poison; none for bytes in which any value may stand.
 fn poisoned(dtype: DType, bytes: &[u8]) -> Option<usize> {
     fn first<T: bytemuck::Pod + Poison>(bytes: &[u8]) -> Option<usize> {
         bytemuck::try_cast_slice::<u8, T>(bytes).ok()?.iter().position(|v| *v == T::POISON)

@@ -5,7 +5,7 @@
 
 use crate::plan::form::{self, DECODE, DRAFT, Step};
 
-/// Whether each query has a list of its own.
+/// True if each query has a list of its own.
 #[inline]
 pub fn per_query(s: Step) -> bool {
     s.phase == DRAFT || s.phase == DECODE

@@ -123,7 +123,7 @@ pub fn hole_len(s: Step, len: u32, b: u32) -> u32 {
     if s.holey == 0 || b == 0 { 0 } else { remainder(s, len) }
 }
 
-/// Whether the request's queries attend to anything: a draft step does nothing behind the context wall.
+/// True if the request's queries attend to anything: a draft step does nothing behind the context wall.
 #[inline]
 pub fn alive(s: Step, len: u32) -> bool {
     s.phase != DRAFT || len + s.step < s.context

@@ -9,7 +9,7 @@ pub const SLOTS: u32 = 1;
 /// [`passes`]: the prefix up to its tail page, and a table of pages.
 pub const PAGES: u32 = 2;
 
-/// How the keys of a step are divided: [`ONE`], [`SLOTS`] or [`PAGES`].
+/// Division of a step's keys: [`ONE`], [`SLOTS`] or [`PAGES`].
 #[inline]
 pub fn passes(s: Step) -> u32 {
     if s.phase == VERIFY {

@@ -15,7 +15,7 @@ pub(in crate::plan) const EXPAND_CACHE_SEQLENS: usize = 3;
 pub(in crate::plan) const EXPAND_PAGE_TABLE: usize = 4;
 pub(in crate::plan) const EXPAND_CU_SEQLENS_Q: usize = 5;
 
-/// Of the prefix pass (or the only one), then of the expand pass.
+/// Arrays of the prefix pass (or the only one), then of the expand pass.
 pub(in crate::plan) static SPECS: [Spec; 6] = [
     Spec::new("cache_seqlens", DType::I32),
     Spec::new("page_table", DType::I32),
@@ -156,7 +156,7 @@ impl Pass<'_> {
         let [lens, table, cu] = self.names.map(|i| SPECS[i].name);
         let cu: &[i32] = self.arrays.line(cu);
         let row = cu.partition_point(|&first| first as usize <= q);
-        // Query q is of row `row - 1`; a padded query behind the last row is of none and reads nothing.
+        // Query q belongs to row `row - 1`; a padded query behind the last row belongs to none and reads nothing.
         let (Some(row), Some(&end)) = (row.checked_sub(1), cu.get(row)) else { return Ok(()) };
         let outside = |buffer: &'static str, index: usize, bound: usize| Error::OutOfBounds {
             kernel: "flash_attention",

@@ -43,7 +43,7 @@ pub enum MaskForm {
 /// is right for one request only, so the packed form is for the buffers of a wrapper in graph mode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct FlashInfer {
-    /// How ancestors are written.
+    /// Form in which ancestors are written.
     pub mask: MaskForm,
 }
 
@@ -169,7 +169,7 @@ fn check_last_pages(reader: &Reader<'_>) -> Result<()> {
     }
 }
 
-/// Whether query `j` of request `i` attends key `at` of `keys`, by each form of the mask that there is.
+/// True if query `j` of request `i` attends key `at` of `keys`, by each form of the mask that there is.
 fn allowed(reader: &Reader<'_>, i: usize, j: usize, at: usize, keys: usize) -> Result<bool> {
     let has = |name| reader.arrays.get(name).is_some();
     let (bytes, bits) = (has("custom_mask"), has("packed_custom_mask"));

@@ -8,9 +8,9 @@ pub(in crate::plan) trait Index: Element {
     fn of_slot(slot: i32) -> Self;
     /// A sum of sizes that has been compared with the type's range.
     fn of_sum(sum: u64) -> Self;
-    /// As a position, for reading back; a negative one becomes larger than any.
+    /// The index as a position, for reading back; a negative one becomes larger than any.
     fn position(self) -> usize;
-    /// As a slot, for reading back; one that is none becomes -1.
+    /// The index as a slot, for reading back; an invalid one becomes -1.
     fn slot(self) -> i32;
 }
 

@@ -75,9 +75,9 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// What no single query shows: the lists of requests fill `kv_indices` and those of requests without queries are
-    /// empty, and masks are as long as their requests' queries and keys ask for. `own` says whether a list names the
-    /// request's own tokens too.
+    /// Check what no single query shows: the lists of requests fill `kv_indices` and those of requests without queries
+    /// are empty, and masks are as long as their requests' queries and keys ask for. `own` says whether a list names
+    /// the request's own tokens too.
     pub(super) fn check_requests<P: Index>(&self, own: bool) -> Result<()> {
         let (qo, kv) = (self.line::<P>("qo_indptr"), self.line::<i32>("kv_indptr"));
         let slots = self.arrays.get("kv_indices").map_or(0, |a| a.extent.elements());

@@ -97,7 +97,7 @@ impl Format for Triton {
         }
         let Some((i, j, n)) = reader.request::<i64>("qo_indptr", q) else { return Ok(Some(())) };
         let prefix = reader.list::<i32, i64>("kv_indptr", "kv_indices", i)?;
-        // Left out by a caller whose kernel is given the new tokens by themselves: then the plan's.
+        // A caller whose kernel gets the new tokens by themselves leaves the array out: then the plan's slots count.
         let own: Vec<i32> = match reader.arrays.get("extend_slots") {
             Some(_) => {
                 let all = reader.line::<i64>("extend_slots");

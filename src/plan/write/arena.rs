@@ -8,7 +8,7 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub(crate) struct Arena<T> {
     items: Vec<Arc<T>>,
-    /// Where the search for a free body starts; bodies are freed about in the order they were handed out.
+    /// Index where the search for a free body starts; bodies are freed about in the order they were handed out.
     next: usize,
 }
 

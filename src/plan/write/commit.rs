@@ -102,7 +102,7 @@ impl<F: Lower> Planner<F> {
     }
 }
 
-/// The last node of a path that is one: 0, then strictly increasing, below `v`.
+/// The last node of a valid path: 0, then strictly increasing, below `v`.
 #[inline]
 fn check_path(path: &[u32], at: WriteSite<'_>, v: u32) -> Result<u32> {
     let mut last = 0;

@@ -40,7 +40,7 @@ impl DraftSlots {
         if self.serial == rows.serial() && self.lens == lens {
             return Ok(());
         }
-        self.serial = 0; // until all is placed
+        self.serial = 0; // 0 until all is placed
         let (shape, limit) = (geometry.shape(), geometry.limits().max_context_len);
         let (k, s) = (shape.topk() as usize, shape.steps() as usize);
         let queries = lens.len() * k;

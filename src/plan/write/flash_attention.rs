@@ -46,7 +46,7 @@ impl Lower for FlashAttention {
     }
 }
 
-/// What is lowered, from where.
+/// Inputs and outputs of a lowering.
 struct Lowering<'a> {
     plan: &'a Plan,
     tables: &'a Tables<'a>,
@@ -64,14 +64,14 @@ struct Expand<'a> {
 #[derive(Clone, Copy)]
 struct LiveRequest<'a> {
     index: usize,
-    /// Its queries.
+    /// First of the request's queries.
     first: usize,
     end: usize,
     /// L.
     prefix: u32,
     /// Slots that its queries write.
     nodes: &'a [i32],
-    /// Its row of the pool's table.
+    /// The request's row of the pool's table.
     line: &'a [i32],
 }
 
@@ -218,7 +218,7 @@ impl<'a> Lowering<'a> {
         out.dead(q..self.plan.queries())
     }
 
-    /// Refuse a draft mask that is not the lanes': there is no array that could say so.
+    /// Refuse a draft mask that is not the lanes': no array of the format could express it.
     fn check_lanes(&self, r: &LiveRequest<'_>, step: u32) -> Result<()> {
         let (s, w) = (self.geometry.shape().steps() as usize, self.plan.mask_words() as usize);
         for q in r.first..r.end {
@@ -238,7 +238,7 @@ impl<'a> Lowering<'a> {
         Ok(())
     }
 
-    /// Whose row it is, and what configuration asks for it.
+    /// Owner of a row, and the configuration that asks for it.
     #[cold]
     fn whose(&self, request: usize, query: Option<usize>) -> String {
         let query = query.map_or(String::new(), |j| format!(", query {j}"));

@@ -22,7 +22,7 @@ impl Lower for Native {}
 
 impl Lower for WritesOnly {}
 
-/// The arrays to open for `plan`: the sizes that its load has, and those of the largest batch as their limits.
+/// The arrays to open for `plan`: the sizes that its load needs, and those of the largest batch as their limits.
 pub(super) fn needs<const N: usize>(
     plan: &Plan,
     geometry: &Geometry,
@@ -49,7 +49,7 @@ pub(super) fn needs<const N: usize>(
     Ok(needs)
 }
 
-/// What of a plan and its geometry asks for the sizes of its arrays.
+/// The parts of a plan and its geometry that ask for the sizes of its arrays.
 pub(super) fn hint(format: &str, plan: &Plan, geometry: &Geometry) -> String {
     let (limits, shape) = (geometry.limits(), geometry.shape());
     let prefix: i64 = plan.prefix_lens().iter().map(|&len| len as i64).sum();

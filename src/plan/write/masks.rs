@@ -13,8 +13,8 @@ fn shape_of(plan: &Plan, i: usize) -> (usize, usize, usize) {
     (first, end - first, plan.prefix_lens()[i] as usize)
 }
 
-/// Where each request's mask starts, `unit` elements counting as one (8 to a byte of the packed mask, each request
-/// rounded up); the callers have compared the last one with the type's range.
+/// Write where each request's mask starts, `unit` elements counting as one (8 to a byte of the packed mask, each
+/// request rounded up); the callers have compared the last one with the type's range.
 pub(super) fn starts<I: Index>(plan: &Plan, unit: u64, out: &mut [I]) {
     let mut sum = 0;
     let mut starts = Starts::new(out);
@@ -61,8 +61,8 @@ fn spread(byte: u8) -> u64 {
     ((own + 0x7F * LOW) >> 7) & LOW
 }
 
-/// The same mask in bits, the first element in the lowest bit of a byte; each request starts at a byte, and what is left
-/// of its last one is 0.
+/// Write the same mask in bits, the first element in the lowest bit of a byte; each request starts at a byte, and the
+/// rest of its last byte is 0.
 #[inline(always)]
 pub(super) fn in_bits(plan: &Plan, out: &mut [u8]) -> Result<()> {
     const WHAT: &str = "packed_custom_mask";

@@ -49,7 +49,7 @@ impl<F: Lower> Planner<F> {
     ) -> Result<AuditedPlan<F>> {
         let who = phase.name();
         let limit = self.geometry.limits().max_context_len;
-        // Before anything is sized by the counts, which may be anything.
+        // Checked before anything is sized by the counts, which may be any numbers.
         for (request, (&start, &count)) in starts.iter().zip(counts).enumerate() {
             let end = start as u64 + count as u64;
             if end > limit as u64 {
@@ -120,7 +120,7 @@ impl<F: Lower> Planner<F> {
             let slots = &mut plan.out_slots.get_mut()[..queries];
             scratch.draft_slots.write(step, limit, &mut plan.prefix_lens.get_mut()[..b], positions, slots);
             if scratch.draft_slots.dead(step, limit).next().is_some() {
-                scratch.rows.write_settled(lens, &mut plan.settled)?; // their prefixes are stated as 0
+                scratch.rows.write_settled(lens, &mut plan.settled)?; // the prefixes of such rows are stated as 0
             }
             let bits = &mut plan.mask.get_mut()[..b * n];
             draft_patterns(scratch, Step::new(geometry, Phase::Draft { step }), mask);
@@ -229,7 +229,7 @@ fn tree_1(parents: &[i32], root: i32, pos: &mut [i32], bits: &mut [u64]) -> Opti
         }
         p < j
     };
-    // In blocks, which the compiler unrolls: the loop's own instructions would be a third of it.
+    // Works in blocks, which the compiler unrolls: the loop's own instructions would be a third of it.
     let mut j = 1;
     while j + BLOCK <= n {
         let own = 1 << j;
@@ -270,7 +270,7 @@ fn tree_w(parents: &[i32], root: i32, pos: &mut [i32], bits: &mut [u64], w: usiz
     None
 }
 
-/// What a draft step's masks are made of. Ancestors: `pattern` is each branch's own bit, `allowed` the slots of the
+/// Prepare the parts of a draft step's masks. Ancestors: `pattern` is each branch's own bit, `allowed` the slots of the
 /// earlier steps. Lanes: `pattern` is each branch's mask.
 fn draft_patterns(scratch: &mut Scratch, s: Step, mask: DraftMask<'_>) {
     let words = form::mask_words(s);

@@ -34,7 +34,7 @@ pub(super) struct Rows {
     epoch: u32,
 }
 
-/// What of the table is a request's.
+/// Part of the table that is a request's.
 #[derive(Debug, Clone, Copy, Default)]
 struct RowSpan {
     /// Index of the row's first column in the whole table.
@@ -68,7 +68,7 @@ impl Rows {
         if self.stamp == Some(stamp) && self.seqs == seqs {
             return Ok(());
         }
-        self.stamp = None; // until all rows are known
+        self.stamp = None; // none until all rows are known
         self.begin(tables.max_seqs() as usize);
         self.seqs.clear();
         self.seqs.extend_from_slice(seqs);
@@ -119,9 +119,9 @@ impl Rows {
         self.serial
     }
 
-    /// Check that a pass, or a commit, of `kernel` may be planned behind `lens`: behind what is settled or in flight, and
-    /// not before that, where it would overwrite committed KV. Only an extend may start there (`again`): it is the draft
-    /// model's, which catches up. Whether `lens` are what is settled.
+    /// Check that a pass, or a commit, of `kernel` may be planned behind `lens`: behind the settled tokens or those in
+    /// flight, and not before, where it would overwrite committed KV. Only an extend may start there (`again`): it is
+    /// the draft model's, which catches up. Returns whether `lens` are the settled lengths.
     #[inline]
     pub(super) fn check_lens(
         &self,
@@ -156,8 +156,8 @@ impl Rows {
         Ok(())
     }
 
-    /// Note the pass that has been planned: it writes `counts[i]` positions behind the first `lens[i]` of request i. One
-    /// that writes settled positions alone is not in flight: it is the draft model's.
+    /// Note the pass that has been planned: it writes `counts[i]` positions behind the first `lens[i]` of request i. A
+    /// pass that writes only settled positions is not in flight: it is the draft model's.
     #[inline]
     pub(super) fn note_pass(&self, tables: &Tables<'_>, lens: &[u32], counts: &[u32]) {
         for (((&row, &settled), &len), &count) in self.ids.iter().zip(&self.settled).zip(lens).zip(counts) {
@@ -239,7 +239,7 @@ impl RowPages<'_> {
         }
     }
 
-    /// Refuse to write positions `first..end`, which are reserved, where a page of theirs has another owner.
+    /// Refuse to write the reserved positions `first..end` where one of their pages has another owner.
     #[inline]
     fn check_owned(&self, at: WriteSite<'_>, first: u32, end: u32) -> Result<()> {
         if first >= self.own_from || first >= end { Ok(()) } else { self.check_pages(at, first, end) }
@@ -338,7 +338,7 @@ fn fill_slots(pages: &[i32], off: u32, shift: u32, out: &mut [i32]) {
             }
         }
         [a, ref whole @ .., z] => {
-            // A page's worth at either end, then the whole pages over what that wrote too much.
+            // Write a page's worth at either end, then the whole pages over the excess of that.
             let n = out.len();
             count(&mut out[..size], (a << shift) + off as i32);
             let used = n as i32 - border - ((whole.len() as i32) << shift); // slots of the last page

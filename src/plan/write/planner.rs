@@ -32,12 +32,12 @@ pub struct Planner<F: Lower = Native> {
     pub(super) scratch: Scratch,
 }
 
-/// What a planner keeps between calls.
+/// Memory that a planner keeps between calls.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
     /// The rows of the batch.
     pub(super) rows: Rows,
-    /// Where the draft's branches lie.
+    /// Places of the draft's branches.
     pub(super) draft_slots: DraftSlots,
     /// Mask pattern of a draft step, `[K * words]`: own bits, or the lanes.
     pub(super) pattern: Vec<u64>,
@@ -219,7 +219,7 @@ fn write_arrays<F: Lower>(
     Ok(())
 }
 
-/// What 23037 did: write the live queries of a padded plan, and leave in the dead ones what the last round left.
+/// The fault 23037: write the live queries of a padded plan, and leave in the dead ones what the last round left.
 #[cold]
 fn lower_stale<F: Lower>(
     format: &F,
@@ -312,7 +312,7 @@ fn shape(
     Ok(())
 }
 
-/// An element that nobody wrote (debug mode).
+/// Refuse a plan with an element that nobody wrote (debug mode).
 fn check_poison(plan: &Plan) -> Result<()> {
     match plan.first_poison() {
         None => Ok(()),

@@ -176,7 +176,7 @@ pub(super) fn lists<I: Index>(
     }
 }
 
-/// One list a query: of a draft step the prefix and the query's ancestors, itself the last; of a decode step the prefix
+/// One list a query: in a draft step the prefix and the query's ancestors, itself the last; in a decode step the prefix
 /// and the token. Queries that attend to nothing, padded ones included, have empty lists.
 #[inline(always)]
 fn lists_of_queries<I: Index>(
@@ -246,7 +246,7 @@ fn ancestors<I: Index>(row: &ListRow<'_>, region: &DraftRegion, steps: u32, mask
     Ok(())
 }
 
-/// What of a request its list names.
+/// Tokens of a request that its list names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum RequestList {
     /// The prefix.
@@ -255,7 +255,7 @@ pub(super) enum RequestList {
     All,
 }
 
-/// One list a request; that of one without queries, as a padded one is, is empty.
+/// One list a request; it is empty for a request without queries, such as a padded one.
 #[inline(always)]
 fn lists_of_requests<I: Index>(
     plan: &Plan,

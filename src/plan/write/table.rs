@@ -51,7 +51,7 @@ impl<'a> Table<'a> {
         let (entries, behind) = self.row(row, self.cols)?.split_at_mut(n);
         let filled = fill(entries);
         behind.fill(0);
-        // Where `fill` stops half way, too: it may have written any of its entries.
+        // The mark is set where `fill` stops half way, too: it may have written any of its entries.
         if let Some(mark) = self.marks.get_mut(row) {
             *mark = n as u32;
         }

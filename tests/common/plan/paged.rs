@@ -1,4 +1,5 @@
-//! What tests of the `flash_attention` format share: its arrays as plain vectors, and memory of fixed size for them.
+//! Parts that tests of the `flash_attention` format share: its arrays as plain vectors, and memory of fixed size for
+//! them.
 
 use specrs::geometry::Geometry;
 use specrs::plan::{Arrays, AuditedPlan, Extent, FlashAttention, Format, Given, HostMemory, Load, Phase, Planner};

@@ -7,7 +7,7 @@ use specrs::pool::{ChangeKind, Epoch, Lease, SeqId, Tables};
 
 use super::world::{Outcome, Reserved, World, kv_of};
 
-/// What the runs have met, so that the test sees that it tests.
+/// Counts of what the runs have met, so that the test sees that it tests.
 pub(super) static MET: [AtomicU64; 5] = [const { AtomicU64::new(0) }; 5];
 pub(super) const WHOLE_ROWS: usize = 0;
 pub(super) const LOOKS_LATE: usize = 1;
@@ -73,7 +73,7 @@ pub(super) type Round = Vec<Accepted>;
 #[derive(Debug, Clone, Default)]
 pub(super) struct Accepted {
     tokens: Vec<u32>,
-    /// Their nodes: row positions from the length before the round.
+    /// Nodes of the paths: row positions from the length before the round.
     path: Vec<u32>,
 }
 
@@ -189,7 +189,7 @@ impl World {
         Ok(())
     }
 
-    /// What a lease tells of its last remap, for the mirror that permutes its rows by it.
+    /// Follows the last remap that a lease tells of, for the mirror that permutes its rows by it.
     pub(super) fn follow(&mut self, lease: &Lease) {
         let mut table = std::mem::take(&mut self.mirrors.follows.table);
         for p in lease.permutations() {

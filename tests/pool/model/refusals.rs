@@ -105,7 +105,7 @@ impl World {
         if s.tokens.len() >= p && self.cached(s.pages[0]) {
             let got = self.pool.cache_insert(s.id, &tokens[..p], p as u32, 0);
             ensure!(matches!(got, Err(Error::Invalid { what: "tokens to cache", .. })), "{got:?}");
-            // And under a salt that no sequence has.
+            // A salt that no sequence has is refused too.
             let got = self.pool.cache_insert(s.id, &s.tokens[..p], 0, 2);
             ensure!(matches!(got, Err(Error::Invalid { what: "tokens to cache", .. })), "{got:?}");
         }

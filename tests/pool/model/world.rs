@@ -22,11 +22,11 @@ pub(super) fn kv_of(tokens: &[u32]) -> u64 {
 #[derive(Debug, Clone)]
 pub(super) struct Seq {
     pub(super) id: SeqId,
-    /// Of what it finds in the cache and leaves there.
+    /// Salt of the entries that it finds in the cache and leaves there.
     pub(super) salt: u64,
     /// Tokens of the committed positions.
     pub(super) tokens: Vec<u32>,
-    /// As the pool said at the last change that was checked.
+    /// Pages as the pool said at the last change that was checked.
     pub(super) pages: Vec<u32>,
 }
 
@@ -43,13 +43,13 @@ struct Cached {
     /// All tokens from the first to this page's last.
     prefix: Vec<u32>,
     page: u32,
-    /// Whether the page has the draft's KV too.
+    /// True if the page has the draft's KV too.
     drafted: bool,
     /// Step at which it last had an owner besides the cache.
     used: u64,
 }
 
-/// What a reservation asks for: pages, copies of tails, pages that can be had; and whether a row is too short for it.
+/// Needs of a reservation: pages, copies of tails, pages that can be had; and whether a row is too short for it.
 #[derive(Default)]
 struct Asked {
     need: usize,
@@ -125,7 +125,7 @@ impl World {
         (0..self.cache.len()).filter(|&i| self.owners(self.cache[i].page) == 0).collect()
     }
 
-    /// Whether cached page `j` continues cached page `i`.
+    /// True if cached page `j` continues cached page `i`.
     fn below(&self, i: usize, j: usize) -> bool {
         if self.cache[i].salt != self.cache[j].salt {
             return false;
@@ -150,7 +150,7 @@ impl World {
         tokens.div_ceil(self.config.page.get() as usize)
     }
 
-    /// Whether a sequence that may write up to `positions` would write into a tail page with another owner.
+    /// True if a sequence that may write up to `positions` would write into a tail page with another owner.
     fn shared_tail(&self, id: SeqId, positions: u32) -> bool {
         let s = self.seq(id);
         let tail = !s.tokens.len().is_multiple_of(self.config.page.get() as usize);
@@ -169,9 +169,9 @@ impl World {
         &mut self.memory.get_mut(&page).expect("a page of the pool")[pos % p]
     }
 
-    /// What the pool took in a call that needed `fresh.len()` pages: free ones first, then idle cache entries: least
-    /// recently used leaves first, and where only entries in use are leaves, idle ones below which none is idle. What
-    /// hung from an entry that went is forgotten.
+    /// The pages that the pool took in a call that needed `fresh.len()` pages: free ones first, then idle cache
+    /// entries: least recently used leaves first, and where only entries in use are leaves, idle ones below which none
+    /// is idle. Entries below an entry that went are forgotten.
     fn took(&mut self, fresh: &[u32]) -> Outcome {
         let free: HashSet<u32> = self.free_pages().into_iter().collect();
         let distinct: HashSet<u32> = fresh.iter().copied().collect();
@@ -185,7 +185,8 @@ impl World {
             let known = free.contains(page) || evicted.iter().any(|&i| self.cache[i].page == *page);
             ensure!(known, "page {page} was not free");
         }
-        // By the rule, one at a time; which of those that were left in one step goes first is not the model's to say.
+        // Entries go by the rule, one at a time; which of those that were left in one step goes first is not the
+        // model's to say.
         let mut left: Vec<usize> = (0..self.cache.len()).collect();
         for _ in 0..want {
             let idle = || left.iter().copied().filter(|i| evictable.contains(i));
@@ -355,7 +356,7 @@ impl World {
         asked
     }
 
-    /// Whether a call was right to give what was asked for: `None` where it was right to refuse.
+    /// Checks that a call was right to give what was asked for: `None` where it was right to refuse.
     fn granted<T: std::fmt::Debug>(&self, got: specrs::Result<T>, asked: &Asked) -> Result<Option<T>, String> {
         let &Asked { need, copies, can, too_long } = asked;
         match got {
@@ -445,7 +446,7 @@ impl World {
             let mut pages = self.seqs[k].pages[..self.needed(n as usize)].to_vec();
             let was = before.len();
             if self.look(*id)? != pages {
-                // Nothing accepted: a copied tail may come back.
+                // If nothing was accepted, a copied tail may come back.
                 pages[was - 1] = before[was - 1];
             }
             self.seqs[k].pages = pages;
@@ -627,7 +628,7 @@ impl World {
         let model = (free, self.cache.len() as u32, evictable, self.seqs.len() as u32);
         let pool = (stats.free_pages, stats.cached_pages, stats.evictable_pages, stats.live_sequences);
         ensure!(model == pool, "(free, cached, evictable, sequences): pool {pool:?}, model {model:?}");
-        // Whatever the cache holds: each page is in use, or can be had.
+        // With any content of the cache, each page is in use, or can be had.
         let in_use = (1..self.config.num_pages).filter(|&page| self.owners(page) > 0).count() as u32;
         ensure!(free + evictable + in_use == report.total_pages, "{free} + {evictable} + {in_use} pages");
         ensure!(report.free_pages == free, "audit says {} free, {free} are", report.free_pages);

@@ -24,7 +24,7 @@ from specrs.models import LlamaModel, ops_for
 
 VOCAB = 10
 NEAR = 1e-4
-NEAR_BF16 = 2e-2  # where a rounding of keys and values may differ too
+NEAR_BF16 = 2e-2  # bound where a rounding of keys and values may differ too
 TREES = {1: (1, 4, 5), 2: (2, 3, 8), 4: (4, 3, 16), 8: (8, 3, 24)}
 PAGES = [1, 4, 16, 64]
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2}
@@ -94,7 +94,7 @@ def generate(pair: Pair, prompts: list[list[int]], most: list[int], sampled: boo
 
 
 def margin(pair: Pair, prefix: list[int]) -> float:
-    """By how much the target prefers its next token to the second best."""
+    """Return by how much the target prefers its next token to the second best."""
     logits, _ = Driver(LlamaModel.load(pair.target, ops_for())).decode_all(prefix)
     best, second = logits[-1].topk(2).values.tolist()
     return float(best - second)

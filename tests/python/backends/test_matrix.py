@@ -28,7 +28,7 @@ from specrs.backends import (
 )
 from specrs.engine.config import EngineConfig
 
-DTYPES: dict[str, Any] = {"cpu": "float32", "cuda": "float16"}  # that the device has
+DTYPES: dict[str, Any] = {"cpu": "float32", "cuda": "float16"}  # a type that the device has
 # Written out, apart from what the classes declare: (layout, mode) of trees with K > 1 and P > 1.
 TREES = {
     "native": {("dense", "ancestors"), ("dense", "lane")},
@@ -45,7 +45,7 @@ class Mine(Triton):
 
 
 class Silent:
-    """A user's own that declares nothing but its format: chains over pages of one token, lengths on the host."""
+    """A user's own backend that declares only its format: chains over pages of one token, lengths on the host."""
 
     format = "triton"
     prepare = attend = Triton().prepare
@@ -203,7 +203,7 @@ def test_values_that_there_are_not_are_refused() -> None:
     ("topk", "page", "mode"), list(itertools.product((None, 1, 8), (1, 16), (None, "ancestors", "lane")))
 )
 def test_options_of_an_engine_on_a_gpu(topk: int | None, page: int, mode: Any, graphs: Any) -> None:
-    """As `EngineConfig.on` leaves them; no GPU is asked."""
+    """The options are those that `EngineConfig.on` leaves; no GPU is asked."""
     tree = None if topk is None else (topk, 3, 4)
     config = EngineConfig(
         tree=tree, page_size=page, draft_attention=mode, graphs=graphs, device="cuda:0", kv_dtype="float16",

@@ -26,7 +26,7 @@ NAMES = [f"{b.name}{'-' + b.mask if b.name == 'flashinfer' else ''}-{layout}-{mo
 
 
 def lengths(rng: random.Random, page: int, batch: int) -> list[int]:
-    """Mixed, with page borders, nothing, and the end of the context among them."""
+    """Return mixed lengths, with page borders, 0, and the end of the context among them."""
     borders = [n for m in range(1, CONTEXT // page + 1) for n in (m * page - 1, m * page, m * page + 1)]
     picks = [*borders, 0, 1, CONTEXT - 1, CONTEXT - 2, CONTEXT - 3, rng.randrange(CONTEXT), rng.randrange(CONTEXT)]
     return [min(rng.choice(picks), CONTEXT - 1) for _ in range(batch)]
@@ -97,7 +97,7 @@ def test_padded_requests_and_queries_give_nothing(backend: Any, layout: Any, mod
 
 @pytest.mark.parametrize("mode", ["ancestors", "lane"])
 def test_the_reference_here_is_that_of_the_models(mode: Any) -> None:
-    """What these tests compare with is what `TorchAttention` makes of native plans, and what the Rust kernels do."""
+    """The reference of these tests is equal to `TorchAttention` over native plans, and to the Rust kernels."""
     at = Round.of(Native(), "dense", (3, 3, 12), 4, [9, 1, 30], 3)
     memory = torch.randn(1, 2, at.pool.num_pages * 4, KV_HEADS, DIM, generator=at.generator)
     cache = core.KvCache(memory, 4)

@@ -1,4 +1,4 @@
-"""What backends may be asked for: the whole small domain, and that what is said of it is so."""
+"""Combinations that may be asked of backends: the whole small domain, and the truth of what is said of it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ README = Path(__file__).parents[3] / "README.md"
 
 
 class Bare:
-    """A user's own backend that declares nothing but its format; not even a subclass."""
+    """A user's own backend that declares only its format, and is not even a subclass."""
 
     format = "triton"
 
@@ -53,7 +53,7 @@ class Bare:
 
 
 class Pages(FlashAttention):
-    """One that reads whole pages in the holey layout alone, bfloat16 alone."""
+    """A backend that reads whole pages in the holey layout alone, bfloat16 alone."""
 
     name = "pages"
     draft_attention = {"holey": ("lane",)}  # noqa: RUF012
@@ -119,7 +119,8 @@ def test_what_is_accepted_runs_and_what_is_refused_has_an_alternative_that_does(
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_an_engine_is_made_of_what_is_accepted_and_of_nothing_else(tiny: Pair, name: str) -> None:
-    """Also that the core refuses what is refused here, where it is a matter of the format."""
+    """An engine refuses a combination if and only if routing does; the core refuses it too, where it is a matter of the
+    format."""
     made: set[Any] = set()
     for asked, found in answers(name).items():
         if asked.recurrent_state or asked.kv_dtype != "float32":
@@ -338,7 +339,7 @@ def test_the_readme_says_what_the_classes_declare() -> None:
 
 
 def test_the_table_says_what_resolve_does() -> None:
-    """Each cell by way of `resolve`, so that table and routing cannot drift apart."""
+    """Each cell is looked up by way of `resolve`, so that table and routing cannot drift apart."""
     lines = table(MINE).splitlines()
     assert len(lines) == 2 + len(MINE)
     for backend, line in zip(MINE, lines[2:], strict=True):

@@ -263,7 +263,7 @@ def test_hostile_descriptions(
 
 
 def test_torch_without_the_c_exchange_api() -> None:
-    class Older(torch.Tensor):  # as torch before 2.10: only Python's protocol and to_dlpack
+    class Older(torch.Tensor):  # behaves as torch before 2.10: only Python's protocol and to_dlpack
         __dlpack_c_exchange_api__ = None
 
     x = torch.ones(2, 4).as_subclass(Older)

@@ -89,7 +89,7 @@ def test_certify() -> None:
         assert layout["row_width"] == g.row_width
         assert layout["reserve_per_decode"] == g.reserve_per_decode
     assert proof["native_bytes"] == sum(b["bytes"] for b in proof["buffers"])
-    assert proof["per_branch"]["elements"] == 3 * 4 * 4 * 515  # of all steps
+    assert proof["per_branch"]["elements"] == 3 * 4 * 4 * 515  # elements of all steps
     assert proof["per_branch_fits"] is True
     with pytest.raises(core.ConfigError, match="page_size"):
         core.certify(4, 512, 12, core.TreeShape(4, 3, 16))

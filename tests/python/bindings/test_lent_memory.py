@@ -139,10 +139,11 @@ def test_a_tensor_beyond_its_storage_is_no_cache() -> None:
 
 
 def test_a_storage_that_shrank_where_it_was_is_seen() -> None:
-    """What DLPack cannot tell: pointer and shape are those of before, and the memory behind them is another's."""
+    """DLPack cannot tell such a storage: pointer and shape are those of before, and the memory behind them is
+    another's."""
 
     class Storage:
-        """65536 bytes at an array's address, until somebody says less."""
+        """65536 bytes at an array's address, until the test says fewer."""
 
         def __init__(self, array: Any) -> None:
             self.array, self.bytes = array, 65536
@@ -279,7 +280,7 @@ def inference(*shape: int) -> torch.Tensor:
 
 
 def writes(out: torch.Tensor) -> list[Callable[[], None]]:
-    """One call of each operation that writes to an `out` of 48 elements."""
+    """Return one call of each operation that writes to an `out` of 48 elements."""
     r = Round(torch.zeros(SHAPE))
     x, square = torch.ones(3, 16), torch.eye(16)
     packed, gated = core.PackedLinear(square), core.PackedLinear(torch.cat([square, square]), gated=True)

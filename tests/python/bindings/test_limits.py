@@ -15,9 +15,9 @@ import hostile_numbers
 
 STUB = Path(__file__).parents[3] / "python" / "specrs" / "_specrs.pyi"
 DEVICE = ("_device_", "_Device", "_Graph", "_graph_", "_RoundRing")
-"""How names begin that need a GPU: the tests there try their numbers."""
+"""Beginnings of names that need a GPU: the tests there try their numbers."""
 ANYWHERE = {"_device_budget"}
-"""Of these, what needs none."""
+"""Names among these that need none."""
 SECONDS = 2.0
 
 

@@ -1,4 +1,4 @@
-"""What callers once could end a process with, or make it wait for itself: each has its refusal, or goes through."""
+"""Calls by which callers once could end a process, or make it wait for itself: each is refused, or goes through."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specrs import _specrs as core
 
 
 def runs(script: str, *args: str) -> str:
-    """What the script prints in a process of its own."""
+    """Return the output of the script in a process of its own."""
     command = [sys.executable, "-c", script, *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

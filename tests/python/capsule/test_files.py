@@ -74,7 +74,7 @@ def test_a_file_is_written_whole_or_not_at_all(recorded: Capsule, tmp_path: Path
     link.symlink_to(file)
     save(recorded, link)
     assert link.is_symlink() and load(file) == recorded
-    # What is no regular file stays what it is.
+    # A path that is no regular file stays what it is.
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with ThreadPoolExecutor() as other:
@@ -277,8 +277,9 @@ def test_no_value_of_any_field_is_another_error(value: dict[str, Any]) -> None:
             else:
                 assert Capsule.from_json(c.to_json()) == c
                 accepted.append(path)
-    # What stands alone may have another value: numbers of rounds and sequences, seeds, tokens, scores, pool sizes; a
-    # node off the path may hang elsewhere; there may be no draft steps, and no draft_extend.
+    # These fields may have another value, since nothing else depends on them: numbers of rounds and sequences, seeds,
+    # tokens, scores, pool sizes; a node off the path may hang elsewhere; there may be no draft steps, and no
+    # draft_extend.
     free = {"round", "generation", "row", "seed", "tokens", "scores", "num_pages", "max_seqs", "row_pages", "max_batch"}
     assert {next(k for k in reversed(p) if isinstance(k, str)) for p in accepted} <= free | {
         "pages", "others", "kept", "parents", "steps", "extend",

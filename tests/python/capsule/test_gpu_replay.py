@@ -125,7 +125,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> None:
 def test_a_table_of_another_page_is_the_first_divergent_write(
     capsule: Capsule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a table that changed after it was compared, the first plan that reads it."""
+    """If a table changed after it was compared, the first plan that reads it diverges."""
 
     def another_page(self: Any, args: Any, tables: Any) -> Any:
         row = self.seqs[1].row

@@ -36,7 +36,7 @@ def packed(raw: bytes) -> bytes:
 
 
 def filled(piece: bytes, before: bytes = b"[", behind: bytes = b"1]") -> bytes:
-    """As many pieces as a body may be long."""
+    """Return as many pieces as a body may be long."""
     room = container.MAX_RAW - len(before) - len(behind)
     return before + piece * (room // len(piece)) + behind
 
@@ -62,7 +62,7 @@ def test_bombs_are_refused_before_they_are_values(raw: bytes, why: str, tmp_path
     done = subprocess.run([sys.executable, "-c", MEASURE, path], capture_output=True, text=True, check=True)
     seconds, kilobytes, error = done.stdout.split(maxsplit=2)
     assert why in error
-    assert float(seconds) < 0.5  # of this process alone
+    assert float(seconds) < 0.5  # seconds of this process alone
     assert int(kilobytes) < 64 << 10
 
 

@@ -95,7 +95,7 @@ def test_holey_rounds_agree(tiny: Pair, page: int) -> None:
     assert (c.format, c.shape.layout, c.draft_attention) == ("flash_attention", "holey", "lane")
     result = replay_formats(c)
     assert result.equal, "\n".join(result.lines())
-    assert result.found.skipped == ("page table", "plan.out_slots", "draft KV")  # those of the drafts lie elsewhere
+    assert result.found.skipped == ("page table", "plan.out_slots", "draft KV")  # drafts lie elsewhere there
     assert segment(result.runs[1], "tail copies", "draft KV").writes == sum(2 * (r.committed % page) for r in c.rows)
     # A dense round in the holey layout: the committed pages are the recorded ones, the branches get more.
     dense = record(tiny, draft_attention="lane", **tree)
@@ -387,7 +387,7 @@ def test_bytes_beside_an_array_are_watched() -> None:
 
 
 def test_rounds_that_cannot_run_are_typed_errors() -> None:
-    """Whatever a valid file asks for: a replay, or an error of specrs."""
+    """Any valid file gives a replay, or an error of specrs."""
     value = hand().to_json()
     ran = 0
     for path, new in [(("pool", "num_pages"), n) for n in (18, 19, 2**17, 2**29)] + [
@@ -421,7 +421,8 @@ def test_the_index_width_without_topk() -> None:
     c = hand(shape=Shape(2, 14, 4, 2, 3, 4, "dense"))
     result = replay_reverted(c, [27338], format="flashinfer")
     assert not result.equal and result.found.first is not None
-    # What differs first is what step 0 says it may need with lengths up to 10: 2 * 2 * (10 + 3), and half of it.
+    # The first difference is in the sizes that step 0 says it may need with lengths up to 10: 2 * 2 * (10 + 3), and
+    # half of it.
     first, beyond, guard = result.found.first, result.found.beyond, result.runs[1].guard
     assert (first.phase, first.array, first.index) == ("draft step 0", "sizes for device lengths", (1,))
     assert (first.owner, first.values) == ("elements of kv_indices, lengths up to 10", (52, 26))

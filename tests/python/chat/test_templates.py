@@ -102,7 +102,7 @@ def test_the_last_message_is_continued_where_transformers_cuts_it(
                 "chat_template": source, "add_generation_prompt": False, "continue_final_message": field,
             }  # fmt: skip
             want = theirs(tokenizer, messages, **options)
-            if want is not None:  # of a message that is written twice, transformers leaves its first mark
+            if want is not None:  # transformers leaves the first mark of a message that is written twice
                 want = want.replace("CONTINUE_FINAL_MESSAGE_TAG ", "").replace("CONTINUE_FINAL_MESSAGE_TAG", "")
             assert ours(templates, messages, **options) == want, (source, messages)
     source = "{% for m in messages %}{{ m.content }}{% endfor %}|end"
@@ -239,7 +239,7 @@ def test_messages_are_plain_values(plain: tuple[ChatTemplates, Any]) -> None:
 @pytest.mark.parametrize("value", ["5", None, True, -1, float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["seconds", "characters", "memory"])
 def test_limits_are_numbers(name: str, value: Any) -> None:
-    """One that is none would bound nothing."""
+    """A limit that is no number would bound nothing."""
     with pytest.raises(ConfigError, match=rf"RenderLimits\.{name} = {value!r}: must be an? "):
         RenderLimits(**{name: value})
 
@@ -307,7 +307,7 @@ def test_size_is_bounded(plain: tuple[ChatTemplates, Any]) -> None:
 
 
 def test_threads_render_at_once(plain: tuple[ChatTemplates, Any]) -> None:
-    """Each with a clock of its own."""
+    """Each thread has a clock of its own."""
     templates, found = plain[0], []
 
     def work(i: int) -> None:

@@ -211,7 +211,8 @@ def test_memory_of_weights_is_what_the_engine_takes(
 ) -> None:
     model = write_target(tmp_path / "model", dtype=dtype, vocab_size=320, tie_word_embeddings=tied)
     draft = write_eagle3(tmp_path / "draft", model, dtype=dtype, draft_vocab_size=None, own_embedding=True)
-    (model / "consolidated.safetensors").write_bytes((model / "model.safetensors").read_bytes())  # which nobody reads
+    # A file that nobody reads.
+    (model / "consolidated.safetensors").write_bytes((model / "model.safetensors").read_bytes())
     status, report = doctor(capsys, str(model), "--draft", str(draft), "--device", "cpu")
     assert status == 0
     target = load_target(model)

@@ -172,7 +172,7 @@ def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         with monkeypatch.context() as m:
             m.setenv(name, value)
             assert not terminal.wants_color(Terminal()) and terminal.marks_of("auto", Terminal()) == ("", "")
-            assert terminal.marks_of("color", Terminal()) != ("", "")  # what is asked for is given
+            assert terminal.marks_of("color", Terminal()) != ("", "")  # the mark that is asked for is given
     monkeypatch.setenv("NO_COLOR", "")  # empty is not set, by the convention
     assert terminal.wants_color(Terminal())
     monkeypatch.setattr(sys, "stdout", Terminal())

@@ -70,7 +70,7 @@ CALLS = re.findall(
     (Path(__file__).parents[3] / "src/device/libcuda.rs").read_text().split("CALLS: &[&str] = &[")[1].split("]")[0],
 )
 NEEDED = len(CALLS)  # functions that are looked for before anything is called
-# Those that setting up does not call do nothing.
+# Functions that setting up does not call do nothing.
 FAKE = FAKE.replace(
     "#endif\n#endif\n",
     "".join(f"int {name}() {{ return 0; }}\n" for name in CALLS if not re.search(rf"\b{name}\(", FAKE))
@@ -115,7 +115,7 @@ def unavailable(lines: list[str]) -> str:
     for line in errors:
         assert line.startswith("CudaUnavailable ") and reason in line
     if reason.startswith("no CUDA kernels in this build"):
-        pytest.skip(reason)  # nothing is loaded then
+        pytest.skip(reason)  # the driver loads nothing then
     return reason
 
 

@@ -8,7 +8,7 @@ from driver_calls import DRIVER, ENTER, EXIT, RUNTIME, DriverCalls, load
 
 
 def call(name: str, *inner: tuple, thread: int = 1) -> list[tuple]:
-    """Enter and exit of a call, and what is seen within."""
+    """Return enter and exit of a call, and the calls within."""
     domain = RUNTIME if name.startswith("cuda") else DRIVER
     return [(thread, domain, ENTER, name), *(e for events in inner for e in events), (thread, domain, EXIT, name)]
 

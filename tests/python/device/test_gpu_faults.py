@@ -81,7 +81,7 @@ def test_scores_that_are_no_numbers_hide_no_access():
             nan_scores(mine)
         core._device_kv_move(*bad_move(77), mine.on(handle()))
         nan_scores(mine)
-        assert found(mine) == 77  # and with it the probe is told
+        assert found(mine) == 77  # the probe is found with it
     nan_scores(mine)
     torch.cuda.synchronize()
     with pytest.raises(specrs.NonFiniteError) as e:

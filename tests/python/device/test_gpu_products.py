@@ -39,7 +39,7 @@ def products():
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept():
-    """What products are tried with is given back."""
+    """Memory in which products are tried is given back."""
     before = core._device_memory(CUDA.index)[2:]
     yield
     torch.cuda.synchronize()
@@ -120,7 +120,7 @@ def test_errors_against_float64_are_those_of_one_rounding(products, n, k, dtype,
         ulp = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}[case.out]
         # 2^-25: half of the smallest float16.
         assert (error <= scale * k**0.5 * 2**-24 + scale * 2**-22 + want.abs() * ulp + 2**-25).all(), float(error.max())
-        # And the sum is not rounded to the output's type on the way: torch's own product errs as much.
+        # The sum is not rounded to the output's type on the way: torch's own product errs as much.
         torch_error = (torch.nn.functional.linear(x, case.weight, case.bias).double() - want).abs()
         assert error.mean() <= 1.05 * torch_error.mean() + 1e-12
 
@@ -377,7 +377,8 @@ def test_without_the_contract_every_bucket_is_free_and_the_contract_stays_as_it_
     assert (int(mine["fingerprint"], 16), int(theirs["fingerprint"], 16)) == (linear.fingerprint, 0)
     assert fast.fingerprint == 0 != linear.fingerprint
     assert [b["rows"] for b in theirs["buckets"]] == [b["rows"] for b in mine["buckets"]]
-    # Of the same candidates, timed anew: it is at most as slow, but for what times differ by from run to run.
+    # The choice, among the same candidates timed anew, is at most as slow, but for what times differ by from run to
+    # run.
     for a, b in zip(theirs["buckets"], mine["buckets"], strict=True):
         assert a["us"] <= 1.5 * b["us"], f"{a} against {b}"
     again = exact.linear(weight, 64)

@@ -156,7 +156,7 @@ def test_a_corpus_refuses_what_it_cannot_serve(corpus: Path, tmp_path: Path) -> 
             CorpusDrafter.build(tmp_path / "new", documents, 1000)
     assert not (tmp_path / "new").exists()
     (tmp_path / "folder").mkdir()
-    os.mkfifo(tmp_path / "pipe")  # as a device is, which root could replace
+    os.mkfifo(tmp_path / "pipe")  # a pipe stands for a device, which root could replace
     for path, why in (("folder", "no regular file"), ("pipe", "no regular file"), ("none/new", "No such file")):
         with pytest.raises(ConfigError, match=f"corpus file.*{why}"):
             CorpusDrafter.build(tmp_path / path, [[1]], 1000)
@@ -171,7 +171,7 @@ def test_a_corpus_refuses_what_it_cannot_serve(corpus: Path, tmp_path: Path) -> 
 
 
 def test_corpora_that_are_built_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
-    """Of one path, the last one stands whole; of names that differ in their endings, each its own."""
+    """If they have one path, the last one stands whole; if their names differ in their endings, each has its own."""
     whole = {name: [[i] * 3000 for _ in range(4)] for i, name in enumerate(("x.a", "x.b", "x"), 1)}
 
     def build(name: str) -> None:
@@ -185,7 +185,7 @@ def test_corpora_that_are_built_at_once_do_not_disturb_each_other(tmp_path: Path
     for i, name in enumerate(whole, 1):
         drafting = CorpusDrafter(tmp_path / name).begin(request([i] * 8))
         assert drafting.matched == 8
-    CorpusDrafter(tmp_path / "one")  # which is verified
+    CorpusDrafter(tmp_path / "one")  # opening verifies the file
 
 
 def test_a_corpus_of_a_generator_and_of_one_token(tmp_path: Path) -> None:

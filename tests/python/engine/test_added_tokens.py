@@ -26,7 +26,7 @@ FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def byte_level(added: list[Any] | None = None, special: list[Any] | None = None) -> Tokenizer:
-    """259 tokens and those that are added."""
+    """Make a tokenizer of 259 tokens and the added ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -54,7 +54,7 @@ def tokens_of(tokenizer: Tokenizer) -> dict[int, tuple[Any, ...]]:
 
 
 def check_same(directory: Path) -> Tokenizer:
-    """That a directory's tokenizer is transformers' in ids, texts, flags and EOS."""
+    """Check that a directory's tokenizer is transformers' in ids, texts, flags and EOS."""
     theirs = AutoTokenizer.from_pretrained(directory)
     ours = load_tokenizer(directory)
     assert ours is not None
@@ -153,7 +153,8 @@ def test_any_files_give_the_tokens_of_transformers(tmp_path: Path) -> None:
         if rng.random() < 0.3:
             files["added_tokens"] = {text: 259 + i for i, text in enumerate([*have, "<c>"])}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # of ids, which may differ from those of the files here
+            # Warnings of ids, which may differ from those of the files here.
+            warnings.simplefilter("ignore", RuntimeWarning)
             check_same(written(tmp_path / str(case), tokenizer, config, **files))
 
 

@@ -220,7 +220,7 @@ def test_batches_gain_where_the_head_wins_and_lose_little_where_it_does_not(size
     # At the end of the last third, batches are not full.
     assert min(crowd(size, [0.8] * 120, clock)) > (1.8 if size < 16 else 1.3)
     assert crowd(size, [0.1] * 120, clock)[1] > 0.93
-    if size < 16:  # where one of many can try alone, it finds out for all that other texts have come
+    if size < 16:  # if one of many can try alone, it finds out for all that other texts have come
         assert crowd(size, [*[0.1] * 160, *[0.8] * 320], clock)[2] > 1.2
 
 
@@ -236,7 +236,7 @@ def test_rounds_of_the_hosts_trees_are_no_others(clock: list[float]) -> None:
 
 
 def test_a_requests_first_round_makes_no_other_look_dear(clock: list[float]) -> None:
-    """In it the device still runs over the prompt."""
+    """In such a round the device still runs over the prompt."""
     speculation, rng = tree(), random.Random(8)
     for i in range(30):
         r = request(i)
@@ -277,7 +277,7 @@ def test_a_cold_round_is_charged_as_its_model_says(clock: list[float]) -> None:
 
 
 def others(rate: float, most: int = 8, pays: bool = True) -> Any:
-    """What other sources propose, in tokens for each plain round's time."""
+    """Stand in for other sources, whose proposals are given in tokens for each plain round's time."""
     return SimpleNamespace(rate=rate / PLAIN_SECONDS, most=most, pays=pays)
 
 
@@ -298,7 +298,7 @@ def test_others_draft_alone_where_the_heads_passes_add_little() -> None:
     speculation.drafting(batch)  # type: ignore[arg-type]
     assert speculation.prefers_others(batch, [True], others(30.0, most=32)), "a sure chain of 32"
     assert not speculation.prefers_others(batch, [True], others(30.0, most=32, pays=False))
-    # As good as the head's alone, but both together are better.
+    # The others are as good as the head alone, but both together are better.
     kind = speculation.kind(r)
     kind.gain, kind.levels[:] = 2.0, [0.8] * SHAPE.steps
     assert not speculation.prefers_others(batch, [True], others(2.05))
@@ -325,7 +325,7 @@ def test_what_others_add_is_learnt_from_rounds_of_both(clock: list[float]) -> No
 
 
 def test_what_others_add_is_tried_again_and_seldom(clock: list[float]) -> None:
-    """Where the head had everything that the others had, other texts may come."""
+    """The head had everything that the others had; later texts may be other ones."""
 
     def rounds(speculation: AheadTree, r: Any, count: int, added: int) -> list[bool]:
         joins = []
@@ -350,7 +350,8 @@ def test_what_others_add_is_tried_again_and_seldom(clock: list[float]) -> None:
 
 @pytest.mark.parametrize("real", [0.85, 1.6], ids=["overlapped", "the host is slower"])
 def test_plain_rounds_are_what_they_take_behind_each_other(real: float, clock: list[float]) -> None:
-    """Not what one by itself took: drafts that lose against them are known to lose."""
+    """A plain round's time is not that of a round by itself: drafts that lose against rounds in a row are known to
+    lose."""
     speculation, rng = tree(), random.Random(6)
     for i in range(8):
         r, begun, drawn = request(i), clock[0], 0
@@ -377,7 +378,7 @@ def test_a_round_that_stalled_makes_no_other_dear() -> None:
         beside.observe(SPECULATIVE, 3e-4)
     beside.observe(SPECULATIVE, 1.0)
     assert beside.at(SPECULATIVE) < 3.2e-4
-    for _ in range(400):  # but what lasts is believed
+    for _ in range(400):  # a lasting change is believed
         beside.observe(SPECULATIVE, 2e-3)
     assert beside.at(SPECULATIVE) == pytest.approx(2e-3, rel=0.05) and beside.at(PLAIN) == 1e-4
 

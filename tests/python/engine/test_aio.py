@@ -238,7 +238,7 @@ def test_each_loop_is_called_once_a_step(llm: LLM) -> None:
             await asyncio.gather(*(engine.complete([i % VOCAB], each) for i in range(6)))
             steps = engine.stats().steps - before
             loop.call_soon_threadsafe = plain  # type: ignore[method-assign]
-        assert len(called) <= steps + 2 and max(called) >= 6  # one for what came before the first step
+        assert len(called) <= steps + 2 and max(called) >= 6  # one call for news before the first step
 
     run(main)
 
@@ -302,7 +302,8 @@ def test_a_stream_that_is_dropped_is_aborted(llm: LLM) -> None:
 
 
 def test_a_generator_that_was_closed_has_aborted_its_request(llm: LLM) -> None:
-    """By then, not in a later turn of the loop: an audit that is asked for next comes behind it."""
+    """The request has ended by then, not in a later turn of the loop: an audit that is asked for next comes behind the
+    abort."""
 
     async def main() -> None:
         async with AsyncLLM(llm) as engine:
@@ -334,7 +335,7 @@ def test_prompts_of_every_kind_are_counted_and_read(bytes_pair: Pair) -> None:
             for wrong in (np.array(3), torch.tensor(3), {"prompt_token_ids": 3}, {"prompt": 3}, {}, None):
                 with pytest.raises(ConfigError, match="prompt"):
                     await engine.submit(wrong)
-            # However a prompt is given, its tokens count among those that wait.
+            # The tokens of a prompt in any form count among those that wait.
             for made in (lambda: iter(ids), lambda: {"prompt": text}, lambda: {"prompt_token_ids": np.array(ids)}):
                 many = [asyncio.ensure_future(engine.submit(made(), few)) for _ in range(30)]
                 done = await asyncio.gather(*many, return_exceptions=True)
@@ -530,7 +531,7 @@ def test_what_cannot_go_on_fails_all_and_says_so(tiny: Pair, how: str, monkeypat
 
 
 def test_scores_that_are_no_numbers_end_one_request(tiny: Pair, tmp_path: Any) -> None:
-    """As in `LLM.stream`: the last event has the error."""
+    """The last event has the error, as in `LLM.stream`."""
 
     async def main() -> None:
         async with AsyncLLM(tiny.target, **OPTIONS) as engine:

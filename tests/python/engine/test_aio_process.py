@@ -50,7 +50,7 @@ def plain() -> Iterator[LLM]:
 
 
 def gone(pid: int, limit: float = 40.0) -> bool:
-    """Whether a process ends in time."""
+    """Return whether a process ends in time."""
     until = time.monotonic() + limit
     while time.monotonic() < until:
         try:
@@ -407,7 +407,7 @@ def test_news_come_back_as_they_went() -> None:
 
 
 class Odd(ConfigError):
-    """Its constructor takes what its text does not tell."""
+    """An error whose constructor takes arguments that its text does not tell."""
 
     def __init__(self, a: int, b: int) -> None:
         super().__init__(f"{a} and {b}")

@@ -96,7 +96,7 @@ def test_a_pool_that_nobody_sized_is_a_full_load_or_nine_tenths_of_what_is_left(
     assert config.num_pages == budget.pages < large.geometry.pages_for_full_load
     left = 140 * GIB - budget.fixed
     assert 0.9 * left - PAGE < budget.pages * PAGE <= 0.9 * left
-    # Of less memory at least one request of full context, though it takes more than nine tenths.
+    # With less memory there is room for at least one request of full context, though it takes more than nine tenths.
     least = large.geometry.row_pages * PAGE
     tight = budget.fixed + int(least / 0.95)
     assert planned(large, None, tight)[1].pages == large.geometry.row_pages

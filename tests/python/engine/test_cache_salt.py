@@ -15,7 +15,7 @@ SALTS = ("ada", "bob", None)
 
 
 def cached(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], salt: str | None) -> int:
-    """Tokens that the prefix cache had of these requests, one after the other."""
+    """Return the tokens that the prefix cache had of these requests, one after the other."""
     outputs = [llm.generate([p], [replace(s, cache_salt=salt)])[0] for p, s in zip(prompts, params, strict=True)]
     llm.audit()
     return sum(o.usage.cached_tokens for o in outputs)

@@ -1,4 +1,4 @@
-"""What passes cost, measured beside a neighbour that takes the machine in spells."""
+"""Costs of passes, measured beside a neighbour that takes the machine in spells."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PRICES: dict[str, Callable[[int], float]] = {
 
 @pytest.mark.parametrize("spell", [7, 40, 1000])
 def test_a_slow_spell_changes_no_ratio(bytes_pair: Pair, spell: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For so many passes everything takes five times as long, then for as many it does not."""
+    """For so many passes everything takes five times as long; then for as many it does not."""
     clock, passes = SimpleNamespace(now=0.0), count()
     monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: clock.now))
 

@@ -98,7 +98,7 @@ def test_errors_name_the_conversation(chatty: Path, bytes_pair: Pair) -> None:
 
 
 def test_the_model_in_the_package_has_none() -> None:
-    """It continues Python; the demo of a conversation brings a template of its own."""
+    """The model continues Python; the demo of a conversation brings a template of its own."""
     with LLM(speculative=False, max_batch=1) as llm:
         assert llm.chat_templates.templates == {} and llm.chat_templates.variables["bos_token"] == "<|endoftext|>"
         template = "{% for m in messages %}# {{ m.content }}\n{% endfor %}def "

@@ -163,7 +163,7 @@ def test_a_source_that_does_not_pay_is_neither_asked_nor_told(tiny: Pair, slow: 
     def called(what: str) -> None:
         calls[what] += 1
         if what == slow:
-            time.sleep(0.005)  # as long as several plain rounds
+            time.sleep(0.005)  # takes as long as several plain rounds
 
     params = SamplingParams(max_tokens=120, logit_bias={VOCAB - 1: -100.0}, ignore_eos=True)
     out = engine(tiny, [Dear()]).generate([[1, 2, 3]], params)[0]
@@ -189,7 +189,7 @@ def test_a_source_that_begins_slowly_is_asked_again(tiny: Pair, slow: str) -> No
         def once(self, what: str) -> None:
             if what == slow and not self.slept:
                 self.slept = True
-                time.sleep(0.2)  # as long as hundreds of rounds
+                time.sleep(0.2)  # takes as long as hundreds of rounds
 
     llm = LLM(tiny.target, drafters=[Cold({tuple(prompt): tokens}, right=8, wrong=0)], tree=(1, 8, 9))
     out = llm.generate([prompt], params)[0]
@@ -268,7 +268,7 @@ def test_an_error_of_a_drafter_is_no_error_of_the_request(tiny: Pair, method: st
 @pytest.mark.parametrize("head", [False, True], ids=["alone", "beside a head"])
 @pytest.mark.parametrize("method", ["begin", "extend", "propose", "observe", "close"])
 def test_a_warning_that_is_an_error_comes_between_passes(tiny: Pair, method: str, head: bool) -> None:
-    """As with ``python -W error``: a step raises it, no event is lost, and the next step goes on."""
+    """A step raises the warning, as with ``python -W error``; no event is lost, and the next step goes on."""
     prompts, params = requests(6, seed=5)
     want = plain(tiny, prompts, params)
     drafters = [Fails(method, name="mine"), Ngrams(), *(["head"] if head else [])]

@@ -103,7 +103,7 @@ def test_rounds_without_drafts_run_ahead_until_there_are_some(
     ahead = told.ahead
     assert ahead >= 8 and llm.unfinished
     silent[0] = False
-    for _ in range(12):  # those in flight are let run out
+    for _ in range(12):  # lets those in flight run out
         seen += [t for e in llm.step() for t in e.token_ids]
     before = told.ahead
     for _ in range(5):

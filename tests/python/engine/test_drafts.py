@@ -150,7 +150,7 @@ def test_what_a_finished_request_has_left_is_whole(pair: Pair, shape: tuple[int,
     """The head has not run over the last round's tokens when a request ends: pages that hold them are not shared.
     What a stop token cut off its round was never committed, and is not missing."""
     run, cut = watched(pair, shape, page_size=page_size, max_batch=1), 0
-    computed: dict[int, int] = {}  # by the head, of what a later request begins with
+    computed: dict[int, int] = {}  # tokens at a later request's beginning that the head computed
     for i in range(5):
         first = run.add(prompt(i, 5 + i), 6 + i, stop_token_ids=[5] if i in (1, 2) else [])
         run.finish()
@@ -263,7 +263,7 @@ def test_plain_rounds_in_between(pair: Pair, shape: tuple[int, int, int], monkey
 
 
 def test_chains_that_the_cost_model_cuts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever depth and size it picks, a chain is the beginning of the reference's."""
+    """A chain of any depth and size that the cost model picks is the beginning of the reference's."""
     run, rng = watched(pair, None, page_size=4, max_batch=3), random.Random(2)
     speculation = run.llm._runner.drafting.speculation
     assert isinstance(speculation, AdaptiveTree)

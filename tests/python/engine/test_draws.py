@@ -165,7 +165,7 @@ def test_rounds_keep_what_stands() -> None:
     assert draws.room > 100 and draws.varies
     assert draws.standing([1, 2, 3], 3) == 3 and draws.standing([1, 2], 3) == 3
     assert draws.standing([1, 4, 2, 3], 4) == 2  # behind a 4 no 5 is drawn
-    assert draws.standing([1, 4], 3) == 2  # and what failed there is drawn again
+    assert draws.standing([1, 4], 3) == 2  # the failed draw is made again
     assert draws.standing([4], 1) == 1
     draws.commit([1, 4])
     assert draws.room == 1
@@ -374,7 +374,7 @@ def test_random_requests(tiny: Pair, ternary: Pair, seed: int, monkeypatch: pyte
     }  # fmt: skip
     told = Told(level=rng.choice(["off", "round", "loop"]))
     if page == 1:
-        options["tree"] = (1, 5, 6)  # what the device of these tests can run ahead
+        options["tree"] = (1, 5, 6)  # a tree that the device of these tests can run ahead
     host = LLM(pair.target, pair.draft, **options)
     for llm in (host, flying(pair.target, pair.draft, monkeypatch, told, **options)):
         words_of(llm, monkeypatch, words)
@@ -558,7 +558,7 @@ def test_special_tokens_are_text_where_they_are_wanted(bytes_pair: Pair) -> None
 
 
 def test_a_bad_word_is_found_where_tokenizers_begin_texts_with_a_space(tmp_path: Path) -> None:
-    """There the word alone is spelled as behind a space, and within a text by other tokens."""
+    """Such tokenizers spell the word alone as behind a space, and within a text by other tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
     from specrs.engine.prompts import spellings

@@ -57,7 +57,7 @@ def poisoned(tiny: Pair, tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def told(output: RequestOutput) -> tuple[Any, ...]:
-    """What must not depend on speculation, batch or backend."""
+    """Return what must not depend on speculation, batch or backend."""
     e = output.error
     error = None if e is None else (e.what, e.value, e.position, e.index, e.row, e.kind)
     assert e is None or e.request == output.request_id
@@ -65,7 +65,7 @@ def told(output: RequestOutput) -> tuple[Any, ...]:
 
 
 def is_empty(llm: LLM) -> None:
-    """Nothing is left behind but the prefix cache."""
+    """Check that nothing is left behind but the prefix cache."""
     counts = llm.audit()
     assert llm.unfinished == 0
     assert counts["sequences"] == 0
@@ -372,7 +372,7 @@ def test_bad_draft_kv_is_not_shared(half_broken: Pair) -> None:
     assert after.usage.cached_tokens >= 16
     assert after.draft_error is None and sum(after.drafted) > 3
     assert (after.token_ids, after.accepted_lengths) == (fresh.token_ids, fresh.accepted_lengths)
-    [again] = llm.generate([[*stem, BAD, 1, 2, 3]], params)  # its own bad part is computed again, not shared
+    [again] = llm.generate([[*stem, BAD, 1, 2, 3]], params)  # the request's own bad part is computed again, not shared
     assert again.usage.cached_tokens <= len(stem) and again.draft_error is not None
 
 
@@ -411,7 +411,7 @@ def test_an_error_of_the_whole_step_names_the_request_and_changes_nothing(
     def fail(*_: Any) -> Any:
         raise error
 
-    with monkeypatch.context() as patch:  # as late as a pass can fail
+    with monkeypatch.context() as patch:  # fails as late as a pass can fail
         patch.setattr(core, "kv_move", fail)
         before = [list(r.tokens) for r in llm._scheduler._admitted]
         with pytest.raises(core.OutOfBoundsError, match=rf"row 1 of the batch is request {ids[1]}") as e:

@@ -37,7 +37,7 @@ class Late:
         value = getattr(self._of, attribute)
         if (self._name, attribute) == ("drafted", "trees"):  # to have them is not to read them
             return Late(value, "trees", self._log)
-        if (self._name, attribute) != ("drafted", "steps"):  # which the host knows
+        if (self._name, attribute) != ("drafted", "steps"):  # the host knows the steps
             self._log.append(f"{self._name}.{attribute}")
         return value
 

@@ -105,7 +105,7 @@ def work(
 
 
 def told(output: RequestOutput) -> tuple[Any, ...]:
-    """What must not depend on when rounds ran."""
+    """Return what must not depend on when rounds ran."""
     e = output.error
     error = None if e is None else (e.what, e.value, e.position, e.index, e.row, e.kind)
     return output.token_ids, output.text, output.finish_reason, output.stop_reason, error
@@ -118,8 +118,8 @@ class Ran:
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     text: dict[int, str] = field(default_factory=dict)
-    raised: list[BaseException] = field(default_factory=list)  # and what their tracebacks keep
-    most_events: int = 0  # of one request in one step
+    raised: list[BaseException] = field(default_factory=list)  # errors, with what their tracebacks keep
+    most_events: int = 0  # most events of one request in one step
 
     def take(self, events: Sequence[StreamEvent], place: dict[int, int]) -> None:
         seen: dict[int, int] = {}
@@ -135,7 +135,7 @@ class Ran:
 
 
 def run(llm: LLM, job: Work, bound: int = 2000, each: Callable[[int], None] = lambda _: None) -> Ran:
-    """Step until nothing is left. Whatever was raised, the engine goes on."""
+    """Step until nothing is left. The engine goes on after any error."""
     ran, place, step = Ran(), {}, 0
     while len(place) < len(job.prompts) or llm.unfinished:
         assert step < bound, f"no end after {bound} steps, {len(ran.raised)} errors"
@@ -157,7 +157,7 @@ def run(llm: LLM, job: Work, bound: int = 2000, each: Callable[[int], None] = la
 
 
 def idle(llm: LLM) -> None:
-    """Nothing is left behind but the prefix cache."""
+    """Check that nothing is left behind but the prefix cache."""
     counts = llm.audit()
     assert llm.unfinished == 0 and llm._runner._flight is None and not llm._runner._collected
     assert (counts["sequences"], counts["leased_sequences"]) == (0, 0)
@@ -165,7 +165,7 @@ def idle(llm: LLM) -> None:
 
 
 def check(world: World, job: Work, ran: Ran) -> None:
-    """Tokens and text are those of plain decoding, and every event came once and in order."""
+    """Check that tokens and text are those of plain decoding, and that every event came once and in order."""
     wanted = world.plain.generate(job.prompts, job.params, on_error="return")
     assert sorted(ran.outputs) == list(range(len(job.prompts)))
     for i, want in enumerate(wanted):
@@ -263,8 +263,8 @@ def test_tiny_pools(
 def test_a_prompt_seen_before(
     world: World, level: Level, shape: str, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a request has left in the prefix cache from within a flight is whole: a later one that goes on from there
-    has its tokens, and drafts like a request that computed everything itself."""
+    """Pages that a request left in the prefix cache from within a flight are whole: a later request that goes on from
+    there has its tokens, and drafts like a request that computed everything itself."""
     device, rng = Told(level=level), random.Random(page)
     options = options_of(shape, page, max_batch=2)
     llm = flying(world.target, world.draft, monkeypatch, device, **options)
@@ -374,7 +374,7 @@ def test_errors_anywhere(
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_error_while_what_was_left_is_aborted(world: World, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever uses the engine next hears of it; the requests of a closed stream are aborted all the same."""
+    """The next caller of the engine gets the error; the requests of a closed stream are aborted all the same."""
     device = Told(level=level)
     llm = flying(world.target, world.draft, monkeypatch, device, **options_of("chain", 4))
     params = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -458,7 +458,7 @@ def test_a_head_with_nan_costs_drafts_alone(
         for o in ran.outputs.values():
             if o.draft_error is not None:
                 assert o.draft_error.request == o.request_id
-                gave_up.append(o.draft_error.what)  # of what prefill met, draft KV
+                gave_up.append(o.draft_error.what)  # fault of what prefill met, draft KV
     assert gave_up.count("draft logits") > 1 and device.ahead > 20
     assert device.unsound <= 2 * gave_up.count("draft logits"), "rounds go on to ask a head that cannot draft"
 
@@ -509,7 +509,7 @@ def test_those_who_draft_may_have_ended(world: World) -> None:
 
 
 def test_a_cost_model_decides_flights(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an adaptive engine: requests that draft beside those that do not, in flights."""
+    """In an adaptive engine, requests that draft fly beside those that do not."""
     device, rng = Told(level="round"), random.Random(4)
     llm = flying(world.target, world.draft, monkeypatch, device, max_batch=4, max_context_len=CONTEXT, page_size=4)
     for _ in range(4):

@@ -210,7 +210,7 @@ def test_a_head_that_begins_late_drafts_as_one_that_sees_nothing_before(
 
 
 def test_a_request_that_won_leaves_whole_pages_of_draft_kv(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last round's tokens complete a page: their draft KV is written, so that a next turn can go on from there."""
+    """The request's last round completes a page: its draft KV is written, so that a next turn can go on from there."""
     llm = LLM(pair.target, pair.draft, page_size=4)
     begins(llm, None)
     decide(monkeypatch, llm, True, DRAFT)
@@ -257,7 +257,7 @@ def test_plain_rounds_of_requests_that_wait_ask_nothing(pair: Pair, monkeypatch:
     llm = LLM(pair.target, pair.draft, page_size=4, max_batch=2, max_context_len=256)
     policy = policy_of(llm)
     monkeypatch.setattr(policy, "follows", lambda *_: True)
-    monkeypatch.setattr(policy, "waiting", lambda *_: 0.0)  # what they have lost, they can save again
+    monkeypatch.setattr(policy, "waiting", lambda *_: 0.0)  # lost time can be saved again
     for bank in policy.banks:
         bank.left = -0.5
     asked: list[int] = []
@@ -275,7 +275,7 @@ def test_plain_rounds_of_requests_that_wait_ask_nothing(pair: Pair, monkeypatch:
 
 
 def test_an_abort_closes_the_books(pair: Pair) -> None:
-    """Of a request that runs, of one that was preempted, and of one that never began."""
+    """The books close for a request that runs, for one that was preempted, and for one that never began."""
     llm = LLM(pair.target, pair.draft, max_batch=2, page_size=4)
     scheduler = llm._scheduler
     one, two, three = (llm.add([i, *PROMPT], SamplingParams(max_tokens=60)) for i in range(3))
@@ -291,7 +291,7 @@ def test_an_abort_closes_the_books(pair: Pair) -> None:
 
 
 def test_the_first_request_of_an_engine_drafts_from_its_first_rounds() -> None:
-    """By counted prices, so that no other work on the machine decides it."""
+    """Costs are counted prices, so that no other work on the machine decides the test."""
     for text in ("class Stack:", "def read(path):\n    with open("):
         twins = Twins(max_batch=1, max_context_len=512)
         plain, took, [out] = twins.run([twins.encode(text)], [SamplingParams(max_tokens=64, temperature=0.0)])
@@ -307,7 +307,7 @@ def test_short_answers_draft_nothing_and_cost_nothing() -> None:
 
 
 def test_a_batch_drafts_by_default_where_that_wins() -> None:
-    """By counted prices, so that no other work on the machine decides it."""
+    """Costs are counted prices, so that no other work on the machine decides the test."""
     twins = Twins(max_batch=4, max_context_len=512)
     texts = ["def read(path):\n    with open(", "class Stack:\n    def __init__(self):\n        ",
              "import os\nimport sys\n\n\ndef main():\n", "for i in range(10):\n    print("]  # fmt: skip

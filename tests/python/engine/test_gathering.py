@@ -1,4 +1,4 @@
-"""Which sources are asked, and what of their drafts is verified: worth of each, by a simulated clock."""
+"""The choice of sources to ask and of drafts to verify: worth of each, by a simulated clock."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_beginning_is_not_the_price_of_asking(beginning: float, monkeypatch: pyt
 
     w = world(monkeypatch, clock, [Foretells(clock, [one], says, beginning, 0.002)], FLAT)
     w.run([one])
-    # What it cost must be earned first, a round of plain decoding at a time.
+    # The cost of the first tries must be earned first, a round of plain decoding at a time.
     assert w.rounds < 60 + 5 * beginning / 0.011 / 10, w.rounds
 
 
@@ -82,7 +82,7 @@ def test_a_source_that_is_always_wrong_costs_little(
     source = Foretells(clock, texts, says, asking=asking)
     w = world(monkeypatch, clock, [source], STEEP)
     took = sum(w.run([one]) for one in texts)
-    # Of its first two times nobody knows what they will cost.
+    # Nobody knows beforehand what the first two times will cost.
     assert took - 2 * asking < 3600 * 1.02, (took, len(source.asked), w.drafted)
 
 
@@ -110,8 +110,8 @@ def test_requests_are_looked_at_only_where_something_is_asked_or_judged(
     for one in texts:
         w.run([one])
     asked = len(source.asked) + len(other.asked)
-    # What was said is held against the token behind it. An account is looked at once in 33 rounds, at the least, and a
-    # request once at its end.
+    # Each proposal is compared with the token that follows. An account is looked at once in 33 rounds, at the least,
+    # and a request once at its end.
     assert looks <= asked * (1 if says == "nothing" else 2) + len(texts) * (600 / 33 + 2), (looks, asked)
 
 
@@ -132,7 +132,7 @@ def test_asking_costs_nothing_while_a_device_is_busy(spare: float, monkeypatch: 
 
 @pytest.mark.parametrize("size", [1, 2, 8, 16])
 def test_what_costs_nothing_is_spent_once(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device is busy for half of a round, whoever is asked meanwhile."""
+    """A device is busy for half of a round, so asking any source meanwhile is free."""
     clock, texts = Clock(), [text(400, i) for i in range(size)]
     source = Foretells(clock, texts, lambda coming, room: Proposal(), asking=0.1)
     w = world(monkeypatch, clock, [source], STEEP)
@@ -142,7 +142,7 @@ def test_what_costs_nothing_is_spent_once(size: int, monkeypatch: pytest.MonkeyP
         nonlocal late
         began = clock.now
         proposals = ask(batch, spare=0.5)
-        late += max(clock.now - began - 0.5, 0.0)  # what the device waited for
+        late += max(clock.now - began - 0.5, 0.0)  # time that the device waited for
         clock.now = began
         return proposals
 
@@ -181,7 +181,7 @@ def test_a_source_hears_of_no_later_round_where_a_device_has_moved_on(
     batch = Batch([one])  # type: ignore[list-item]
     w.gathering.ask(batch)
     live = w.gathering._live[0]
-    live.sources[0].rest = 9  # it is told of the round that it was asked for, and of no other
+    live.sources[0].rest = 9  # the source is told of the round that it was asked for, and of no other
     one.tokens.append(one.all[len(one.tokens)])
     rows = None if moved_on else [([1], [[1]])]
     w.gathering.watch(batch, SimpleNamespace(likeliest=lambda requests, count: rows))  # type: ignore[arg-type]
@@ -215,7 +215,7 @@ def test_a_source_that_said_nothing_hears_of_the_round_that_it_was_asked_for(mon
     clock, one, heard = Clock(), text(400), list[int]()
 
     def observe(tokens: Sequence[int], top: Sequence[Sequence[int]]) -> None:
-        clock.now += 0.05  # more than a source that is not asked may take
+        clock.now += 0.05  # takes more than a source that is not asked may take
         heard.append(one.produced)
 
     source = Foretells(clock, [one], lambda coming, room: Proposal(), asking=0.05)

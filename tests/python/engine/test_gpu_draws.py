@@ -121,7 +121,7 @@ def test_outputs_of_a_prompt_are_requests_with_split_seeds(pair: Pair, options: 
 
 
 def test_biases_alone_are_uploaded_once(pair: Pair) -> None:
-    """Their edits stay on the device; the next batch's take their place."""
+    """The edits stay on the device; those of the next batch take their place."""
     prompts = prompts_of(5, 4, VOCAB)
     params = [
         SamplingParams(max_tokens=24, temperature=0.9, seed=i, logit_bias={i: 2.0, 7 - i: -1.0}) for i in range(4)

@@ -60,7 +60,7 @@ TREES = [(1, 1, 2), (1, 6, 7), (2, 3, 8), (3, 6, 33), (4, 2, 16), (8, 6, 64), (8
 SAMPLED: dict[str, Any] = {
     "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1,
 }  # fmt: skip
-DRAWN: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}  # by nothing that the host has to say again each round
+DRAWN: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}  # needs nothing that the host has to say again each round
 PARAMS = {"greedy": {"temperature": 0.0}, "sampled": SAMPLED, "drawn": DRAWN}
 Bits = dict[tuple[int, int], bytes]
 
@@ -162,18 +162,19 @@ def recorded(
         assert any(done.variant.loop for done in ahead) == (llm.config.graphs == "loop")
     llm.audit()
     ends = {i: len(p) + len(o.token_ids) - 1 for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))}
-    # Of an accepted path that runs past the end of its request, the rest decided nothing.
+    # If an accepted path runs past the end of its request, the tokens behind the end decided nothing.
     return [o.token_ids for o in outputs], {k: v for k, v in seen.items() if k[1] < ends[k[0]]}, paths
 
 
 def executor_runs_ahead(llm: LLM, params: list[SamplingParams]) -> bool:
-    """Whether nothing keeps a GPU from launching rounds ahead: no penalties, no cost model, requests that last."""
+    """Return whether nothing keeps a GPU from launching rounds ahead: no penalties, no cost model, requests that
+    last."""
     free = not any(p.repetition_penalty for p in params) and max(p.max_tokens or 0 for p in params) > 20
     return free and llm.config.graphs != "off" and not llm.config.adaptive and llm.device.startswith("cuda")
 
 
 def plain(pair: Pair, prompts: list[list[int]], params: list[SamplingParams], **options: Any) -> tuple[Any, Bits]:
-    """One by one, without draft, prefix cache or chunks."""
+    """Run the requests one by one, without draft, prefix cache or chunks."""
     tokens, bits = [], {}
     with LLM(
         pair.target, speculative=False, device="cuda", max_batch=1, prefix_cache=False, prefill_chunk=8192, **options
@@ -212,7 +213,7 @@ def test_every_tree_page_and_chunk_gives_the_bits_of_plain_decoding(pair: Pair, 
 
 
 def test_rounds_are_captured(pair: Pair) -> None:
-    """Nothing that a family does between kernels allocates memory, moves it, or waits for the device."""
+    """No family allocates memory, moves it, or waits for the device between kernels."""
     params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
     with LLM(pair.target, pair.draft, device="cuda", tree=(2, 3, 8), max_batch=1) as llm:
         llm.generate([[1, 2, 3]], params)
@@ -226,7 +227,7 @@ def test_long_contexts_give_the_bits_of_plain_decoding(pair: Pair) -> None:
     """Over the borders of blocks and splits."""
     prompts, params = requests(2, "greedy", long=1100)
     prompts = [[*p, *prompts[-1]] * 3 for p in prompts[:3]]
-    params = [*params[:2], replace(params[2], max_tokens=60, ignore_eos=True)]  # who joins last runs on alone
+    params = [*params[:2], replace(params[2], max_tokens=60, ignore_eos=True)]  # the last request to join runs on alone
     want = plain(pair, prompts, params)
     for tree, page, chunk in (((8, 6, 64), 16, 100), ((2, 5, 12), 1, 512), ((1, 6, 7), 64, 1000)):
         with LLM(pair.target, pair.draft, device="cuda", tree=tree, page_size=page, max_batch=3,

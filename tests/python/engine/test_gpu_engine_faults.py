@@ -77,7 +77,7 @@ def want(engine: Engines) -> list[list[int]]:
 
 
 def changed(tensor: torch.Tensor, at: int, value: int) -> torch.Tensor:
-    """A copy of which one element is another."""
+    """Return a copy with one element changed."""
     copy = tensor.clone()
     copy.view(-1)[at] = value
     return copy
@@ -112,12 +112,12 @@ PLANTS = [
 
 
 def counts(llm: LLM) -> dict[str, int]:
-    """What the pool has; not how often it was asked."""
+    """Return the pool's counts, without how often it was asked."""
     return {name: n for name, n in llm.audit().items() if name != "events"}
 
 
 def steps(llm: LLM) -> tuple[list[list[int]], list[SpecrsError]]:
-    """Run all requests to their ends, whatever is raised on the way; tokens, and what was raised."""
+    """Run all requests to their ends, through any errors; return tokens, and the errors."""
     ids = [llm.add(p, s) for p, s in zip(PROMPTS, PARAMS, strict=True)]
     done: dict[int, list[int]] = {}
     errors: list[SpecrsError] = []
@@ -170,11 +170,11 @@ def test_a_bad_index_is_raised_and_every_request_goes_on(
     assert (error.kernel, error.buffer, error.index) == (kernel, buffer, index)
     assert tokens == want
     llm.audit()
-    # And the engine is as good as new.
+    # The engine is as good as new.
     assert [o.token_ids for o in llm.generate(PROMPTS, PARAMS)] == want
 
 
-# what a round is given, and what is put there; kernel and buffer of the record
+# operands of a round, and the bad value that is put there; kernel and buffer of the record
 GIVEN = [
     pytest.param("roots", 1000, "embed", "embedding table", id="a token"),
     pytest.param("lens", 10**6, "plan", "committed lengths", id="a length"),

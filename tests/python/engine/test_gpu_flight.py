@@ -198,7 +198,7 @@ def test_a_write_beyond_a_region_is_seen_with_the_next_round(pair: Pair, monkeyp
 @pytest.mark.parametrize("tree", ["plain", "tree"])
 @pytest.mark.parametrize("graphs", ["round", "loop"])
 def test_a_steady_round_makes_no_synchronisation(pair: Pair, tree: str, graphs: str) -> None:
-    """Counted on the driver's own calls, whoever makes them."""
+    """Synchronisations are counted on the driver's own calls, whoever makes them."""
     params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
     with engine(pair, tree, graphs=graphs, max_batch=4, page_size=16, max_context_len=512) as llm:
         llm.generate([[1, 2, 3]] * 4, params)
@@ -248,8 +248,8 @@ def test_the_heads_passes_over_a_prompt_wait_for_nothing(pair: Pair, monkeypatch
 def test_a_head_that_gives_nan_over_a_prompt_is_told_by_the_round_that_drafts(
     tmp_path: Path, graphs: str, watched: bool
 ) -> None:
-    """Nobody waits for the pass over the prompt: the scores of the root say it, whether the device drafts or the host
-    does, for somebody who looks on. What others draft is not touched."""
+    """No caller waits for the pass over the prompt: the scores of the root tell it, whether the device drafts or the
+    host does, to anybody who looks on. Drafts of other sources are not touched."""
     pair, bad = pair_in(tmp_path, own_embedding=True), 7
     prompts, params = [[1, 2, bad, *[4, 5, 6] * 9], [1, 2, 8, *[4, 5, 6] * 9]], SamplingParams(max_tokens=9, seed=1)
     params = replace(params, temperature=0.8, ignore_eos=True, logit_bias={bad: -math.inf})
@@ -269,7 +269,8 @@ def test_a_head_that_gives_nan_over_a_prompt_is_told_by_the_round_that_drafts(
 
 
 def test_a_first_request_finds_its_graphs_made(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its prompt, whether it samples, and however deep it drafts; and nothing moves what they point at."""
+    """This holds for any prompt, sampled or greedy, however deep it drafts; and nothing moves the memory that graphs
+    point at."""
     made: list[Any] = []
     capture = Bucket._capture
 
@@ -378,7 +379,7 @@ def test_rounds_take_no_memory(pair: Pair) -> None:
             executor: Any = llm._runner.executor
             for size in executor._buckets:  # each has memory of its own, made when it is wanted first
                 executor._of(size)
-            # So do features of passes of each size, and what a round's graph replaces changes who joins when.
+            # Features of passes of each size do so too; graphs that a round's graph replaces change who joins when.
             for seed in (0, 1, 0, 1, 0, 1):
                 served(llm, work(1, 24), random.Random(seed))
             before = used()
@@ -388,7 +389,7 @@ def test_rounds_take_no_memory(pair: Pair) -> None:
 
 
 def test_closing_gives_weights_and_caches_back_at_once(pair: Pair) -> None:
-    """Also what graphs point at, which they keep as long as they are there."""
+    """Memory that graphs point at is given back too, which they keep as long as they are there."""
 
     def used() -> int:
         torch.cuda.synchronize()
@@ -408,7 +409,7 @@ def test_closing_gives_weights_and_caches_back_at_once(pair: Pair) -> None:
 
 
 def test_engines_dropped_with_rounds_in_flight(pair: Pair) -> None:
-    """Closed, or let go of, in the midst of a round: nothing is freed under it."""
+    """Engines are closed, or let go of, in the midst of a round: nothing is freed under it."""
     for graphs in ("round", "loop"):
         for close in (True, False):
             llm = engine(pair, "tree", graphs=graphs, max_batch=4)

@@ -142,7 +142,7 @@ def test_an_engine_at_its_limits_stays_within_its_budget(
             prompts = [[(3 + i * j) % 200 for j in range(440)] for i in range(2 * llm.config.max_batch)]
             llm.generate(prompts, params)
         budget = llm.budget
-        # What torch keeps without use is the engine's too.
+        # Memory that torch keeps without use is the engine's too.
         used = torch.cuda.max_memory_reserved(CUDA) + core._device_memory(CUDA.index)[3] - before
     assert budget is not None
     print(f"{model} {options}: {used / MIB:.1f} MiB used of {budget.bytes / MIB:.1f}\n{budget}")
@@ -253,7 +253,7 @@ print("grew", (memory("VmHWM") - before) >> 20)
 
 
 def test_the_hosts_peak_is_near_a_tensor_not_the_model(tmp_path: Path) -> None:
-    """Of one file; `test_loader` has several, and the host."""
+    """The checkpoint has one file; `test_loader` has several, and the host."""
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 12, "vocab_size": 16384,
              "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128}  # fmt: skip
     modelzoo.write_json(tmp_path / "config.json", modelzoo.target_config(**sizes))

@@ -249,7 +249,7 @@ def test_async_engines_compile_beside_their_steps(bytes_pair: Pair) -> None:
 
 
 def test_no_step_compiles_however_many_grammars_wait(bytes_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was pushed out of those that are kept stays for the request that waits for the engine."""
+    """A grammar that was pushed out of the kept ones stays for the request that waits for the engine."""
     monkeypatch.setattr("specrs.engine.request.grammars._KEPT", 2)
     forms = [StructuredOutputs(choice=[f"{i}a", f"{i}b"]) for i in range(12)]
     compiled: list[tuple[str, list[str]]] = []

@@ -12,7 +12,7 @@ from specrs.operands import RoundFound, SeatLimits, SeatState
 
 
 def row(**config: Any) -> dict[int, int]:
-    """The words of a sampler's row that are not those of a plain greedy one."""
+    """Return the words of a sampler's row that are not those of a plain greedy one."""
     samplers = [core.Sampler(16, [1], **one) for one in ({}, config)]
     plain, other = torch.from_dlpack(core._device_samplers(samplers)["rows"]).view(torch.int32)
     return {i: int(word) for i, word in enumerate(other) if word != plain[i]}

@@ -1,4 +1,4 @@
-"""Whose turn it is, and the end of an engine: threads, callbacks, close, with, repr."""
+"""Turns and the end of an engine: threads, callbacks, close, with, repr."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_stream_closed_while_another_thread_works_is_aborted_later(tiny: Pair)
     next(stream)
 
     def close_once(*_: Any) -> None:
-        stream.close()  # as the garbage collector may, in the midst of a step
+        stream.close()  # the garbage collector may close it so, in the midst of a step
 
     with llm.watching(close_once):
         llm.add([1, 2], PARAMS)

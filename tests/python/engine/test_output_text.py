@@ -51,7 +51,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 
 
 def continued(llm: LLM, prompt: Sequence[int], generated: Sequence[int]) -> str:
-    """What the whole text adds to the prompt's."""
+    """Return what the whole text adds to the prompt's."""
     assert llm.tokenizer is not None
     return llm.tokenizer.decode([*prompt, *generated]).removeprefix(llm.tokenizer.decode(list(prompt)))
 

@@ -1,4 +1,5 @@
-"""Which device an engine runs on and why, and what its bits depend on; `test_gpu_load` has what needs a GPU."""
+"""The device that an engine runs on and why, and the facts that its bits depend on; `test_gpu_load` has the tests that
+need a GPU."""
 
 from __future__ import annotations
 
@@ -109,7 +110,7 @@ def test_the_cpu_computes_in_float32(tiny: Pair) -> None:
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_gpu_computes_in_16_bits(stored: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is settled before the GPU is touched."""
+    """Types are settled before the GPU is touched."""
     monkeypatch.setattr("specrs.models.cuda.unavailable", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(core, "_device_attention_workspace", None)

@@ -289,7 +289,7 @@ def test_drafts_lose_no_more_than_the_budget(machine: str, tokens: int, chance: 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("ends", [1, 10, 34, 70, 150])
 def test_a_limit_far_above_the_real_length_costs_no_more(machine: str, ends: int) -> None:
-    """What a request may lose follows from what it has produced, not from what its limit would allow."""
+    """The loss that a request may take follows from its output so far, not from its limit."""
     step, growth = MACHINES[machine]
     for chance in (0.0, 0.3, 0.6):
         for seed in range(8):
@@ -351,11 +351,11 @@ def test_requests_whose_drafts_win_are_found_behind_many_that_lost() -> None:
 
 
 def test_a_request_waits_until_it_can_pay_and_no_longer() -> None:
-    """Whatever its account holds: by then it can, and a token earlier it could not."""
+    """With any account, a request can pay when it begins to draft, and could not a token earlier."""
     rng, waited = random.Random(5), 0
     for _ in range(400):
         p = policy(step=rng.choice((0.05, 0.2, 0.6)), growth=rng.choice((0.01, 0.05)))
-        p.costs.draft_extend._shape[:] = [p.costs.draft_extend.at(1)] * 3  # what waits costs nothing
+        p.costs.draft_extend._shape[:] = [p.costs.draft_extend.at(1)] * 3  # features that wait cost nothing
         p.costs.draft_extend._known.clear()
         batch, produced = rng.choice((1, 4)), rng.randrange(60)
         account = p.account(0.0, 0, batch, 600)

@@ -48,7 +48,7 @@ def test_on_a_terminal_several_prompts_have_one(
 
 
 class Silent:
-    """What somebody put in the place of stderr: it takes text and can do no more."""
+    """A stream that somebody put in the place of stderr: it takes text and can do no more."""
 
     def write(self, text: str) -> int:
         return len(text)
@@ -82,7 +82,7 @@ def test_what_progress_may_be(tiny: Pair, value: Any) -> None:
 
 
 def test_importing_is_light(tiny: Pair) -> None:
-    """What is not used is not imported."""
+    """Modules that are not used are not imported."""
     code = (
         "import sys, specrs\nassert not {'tqdm', 'jinja2', 'huggingface_hub', 'torch'} & set(sys.modules)\n"
         "llm = specrs.LLM(sys.argv[1])\nllm.generate([[1]])\n"

@@ -1,4 +1,4 @@
-"""What a request gets: stops, limits, usage, streams; and what bad input gets."""
+"""Results of requests: stops, limits, usage, streams; and errors of bad input."""
 
 from __future__ import annotations
 

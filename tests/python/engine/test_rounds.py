@@ -101,7 +101,7 @@ def test_joined_events_have_all_rounds_in_order(llm: LLM) -> None:
 
 
 def test_who_reads_late_finds_all_rounds(tiny: Pair) -> None:
-    """In a few events, since those that wait are joined."""
+    """The rounds come in a few events, since those that wait are joined."""
     params = SamplingParams(max_tokens=200, temperature=1.0, seed=5, trace=True)
 
     async def late(engine: AsyncLLM) -> list[StreamEvent]:

@@ -140,7 +140,7 @@ def test_import_is_light() -> None:
 
     code = "import sys, specrs; specrs.SamplingParams(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert specrs.LLM is not None  # and the engine is there when asked for
+    assert specrs.LLM is not None  # the engine is there when asked for
 
 
 def test_a_token_can_be_forbidden() -> None:

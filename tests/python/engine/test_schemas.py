@@ -1,5 +1,5 @@
-"""What JSON schemas take: by the core's grammars as by other validators, exactly or refused by name; and what no
-grammar of a request may do to the process or to its neighbours."""
+"""Values that JSON schemas take: the core's grammars agree with other validators, or refuse by name; and no grammar of
+a request harms the process or its neighbours."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ HARMFUL: list[tuple[str, str]] = [
 
 
 def test_no_form_ends_the_process() -> None:
-    """In a process of its own, so that one that does fails this test alone."""
+    """The schemas are compiled in a process of its own, so that one that ends it fails this test alone."""
     code = (
         "import json, sys\n"
         "from specrs._specrs import GrammarVocabulary, GrammarError, GrammarFailedError\n"
@@ -260,7 +260,7 @@ def test_no_form_ends_the_process() -> None:
 
 @pytest.mark.parametrize("ambiguous", [AMBIGUOUS, 'start: e\ne: e e | "a"', 'start: e\ne: e "a" e | e e | "a"'])
 def test_an_ambiguous_grammar_has_so_much_work_and_no_more(ambiguous: str) -> None:
-    """The same place every time: what is counted is items, not seconds."""
+    """The grammar ends at the same place every time: items are counted, not seconds."""
 
     def followed() -> int:
         tracker = BYTES.compile("grammar", [ambiguous]).start([world.END])

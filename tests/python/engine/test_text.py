@@ -20,7 +20,8 @@ WORDS = [
     "</w>z</w>", "y", "\u65e5\u672c", "|", "  ", " do not", "\ufffd", "<0x+5>", "<0xe9>", "",
 ]  # fmt: skip
 BYTES = [f"<0x{b:02X}>" for b in range(256)]
-LETTERS = [chr(c) for c in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x144))]  # of the byte-level alphabet
+# Letters of the byte-level alphabet.
+LETTERS = [chr(c) for c in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x144))]
 IDS = {token: i for i, token in enumerate(dict.fromkeys(["<unk>", "<s>", "</s>", *WORDS, *BYTES, *LETTERS]))}
 NOBODY = 10**6  # a row of a model that the tokenizer lacks
 
@@ -49,7 +50,7 @@ DECODERS: dict[str, Callable[[], Any]] = {
     "a pattern of the whole": lambda: sequence([fuse(), replace(Regex(f"{MARK}+"), " ")]),
     "none": lambda: None,
 }  # fmt: skip
-AT_ONCE = ("a string of the whole", "a pattern of the whole")  # whose text comes at the end
+AT_ONCE = ("a string of the whole", "a pattern of the whole")  # tokenizers whose text comes at the end
 
 
 def tokenizer_with(decoder: Any) -> Tokenizer:
@@ -112,7 +113,7 @@ def test_behind_a_prompt_the_pieces_are_what_the_whole_text_adds(name: str) -> N
 
 @pytest.mark.parametrize("name", ["byte level", "gemma", "bytes alone"])
 def test_bytes_of_a_prompt_take_nothing_from_an_output(name: str) -> None:
-    """Whatever the prompt ends with, the text is that of the output's own tokens."""
+    """With any end of the prompt, the text is that of the output's own tokens."""
     rng = random.Random(name)
     tokenizer = tokenizer_with(DECODERS[name]())
     decoder = TokenDecoder(tokenizer)
@@ -138,7 +139,8 @@ def test_characters_come_whole_and_as_soon_as_they_are() -> None:
     "name", ["byte level", "llama", "gemma", "metaspace", "metaspace, never", "word piece as it is", "bytes, metaspace"]
 )
 def test_the_bytes_of_tokens_are_the_text_too(name: str) -> None:
-    """Of added tokens as well; but for the space that a decoder drops at the beginning, and for bytes that are none."""
+    """This holds for added tokens as well; but for the space that a decoder drops at the beginning, and for bytes that
+    are none."""
     rng = random.Random(name)
     tokenizer = tokenizer_with(DECODERS[name]())
     table = TokenTable(tokenizer)
@@ -227,7 +229,7 @@ def test_text_that_cannot_begin_a_stop_string_is_not_held() -> None:
 
 
 def completed(tokenizer: Tokenizer, ids: list[int], stops: list[str], skip: bool) -> bool:
-    """Whether the text of these tokens has a stop string, one of whole characters."""
+    """Return whether the text of these tokens has a stop string of whole characters."""
     text = tokenizer.decode(ids, skip_special_tokens=skip)
     return any(s in text for s in stops if "\ufffd" not in s)
 
@@ -254,7 +256,7 @@ def test_stop_strings_are_found_wherever_the_text_has_them(name: str, include: b
             out += released
         assert (out, hit) == reference(tokenizer.decode(ids[:used], skip_special_tokens=skip), stops, include), ids
         found += hit is not None
-        if name not in (*AT_ONCE, "bpe", "bytes, word piece"):  # which tell later what a token adds
+        if name not in (*AT_ONCE, "bpe", "bytes, word piece"):  # the others tell later what a token adds
             assert not any(completed(tokenizer, ids[:n], stops, skip) for n in range(1, used)), (ids, stops)
     assert found > 200
 
@@ -269,7 +271,7 @@ def test_a_stop_string_of_bytes_ends_a_text_at_its_last_byte() -> None:
             released, hit = text.push(tokens.pop(0))
             out += released
         assert (out, hit, len(tokens)) == (want, stop, {"\n": 4, "c\n\n": 3, "\u65e5": 0}[stop])
-    # One that came before anything might stop ends nothing later.
+    # A stop string that came before anything might stop ends nothing later.
     text = OutputText(Detokenizer(decoder), ["\n"], False)
     assert text.push(IDS["c"], False) == ("c", None)
     assert text.push(IDS["<0x0A>"], False) == ("", None)

@@ -57,7 +57,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @dataclass
 class Watch:
-    """What happened in the engines of a test."""
+    """Records what happened in the engines of a test."""
 
     preempted: int = 0
     steps: int = 0
@@ -149,7 +149,7 @@ def run(world: World, seed: int, watch: Watch) -> None:
     watch.attach(llm)
     arrivals = [rng.choice([0, 0, 1, 3, rng.randrange(40)]) for _ in prompts]
     aborts = {rng.randrange(60): rng.randrange(len(prompts)) for _ in range(rng.choice([0, 0, 1, 2]))}
-    ids: dict[int, int] = {}  # of the engine to ours
+    ids: dict[int, int] = {}  # ids of the engine, mapped to ours
     aborted: dict[int, RequestOutput] = {}
 
     def each(step: int) -> None:
@@ -167,7 +167,7 @@ def run(world: World, seed: int, watch: Watch) -> None:
     chunks = len(prompts) * -(-config["max_context_len"] // config["prefill_chunk"])
     bound = 60 + (chunks + sum(s.max_tokens for s in params)) * (1 + len(prompts))
     outputs = drain(llm, watch, bound, each)
-    while len(ids) < len(prompts):  # who would have arrived after the others had ended
+    while len(ids) < len(prompts):  # requests that would have arrived after the others had ended
         late = next(i for i in range(len(prompts)) if i not in ids.values())
         ids[llm.add(prompts[late], params[late])] = late
         outputs |= drain(llm, watch, bound)
@@ -180,7 +180,7 @@ def run(world: World, seed: int, watch: Watch) -> None:
             assert aborted[request].token_ids == want[: len(aborted[request].token_ids)], f"aborted request {i}"
     watch.cached += sum(o.usage.cached_tokens for o in outputs.values())
     nothing_leaked(llm)
-    # Whatever the cache holds by now: alone, the largest one gets its pages.
+    # With any content of the cache, the largest request alone gets its pages.
     largest = max(range(len(prompts)), key=lambda i: need(llm, prompts[i], params[i]))
     [alone] = llm.generate([prompts[largest]], params[largest])
     assert alone.token_ids == world.want(prompts[largest], params[largest], config["max_context_len"])
@@ -216,7 +216,8 @@ def test_prompts_that_share_a_prefix_and_are_computed_side_by_side(world: World,
 
 
 def test_a_pool_of_exactly_the_need(world: World) -> None:
-    """What is refused is what could not run, to the page; and a request without drafts needs no room for them."""
+    """Exactly the requests that could not run are refused, to the page; and a request without drafts needs no room for
+    them."""
     prompt, params = [1, 2, 3, 0, 1], SamplingParams(max_tokens=20)
     for speculative, positions in ((False, 24), (True, 22 + 12)):  # 24 are written; a tree drafts behind 22
         for page in (1, 2, 4, 8):

@@ -20,7 +20,7 @@ NAMES = ("ngrams", "suffix", HEAD)
 
 
 def host_tree(rng: random.Random) -> Any:
-    """Merged of what two sources say."""
+    """Merge the proposals of two sources."""
     said = []
     for _ in range(2):
         tree = random_tree(rng, ROOT, 1 + rng.randrange(9), VOCAB, 0.5)
@@ -30,7 +30,7 @@ def host_tree(rng: random.Random) -> Any:
 
 
 def drafted_by(tree: DraftTree) -> list[set[str]]:
-    """Names of those that drafted each node."""
+    """Return the names of the sources that drafted each node."""
     if not tree.proposed:
         return [set(tree.sources) for _ in tree.tokens]
     return [{name for i, name in enumerate(tree.sources) if mask >> i & 1} for mask in tree.proposed]

@@ -62,7 +62,7 @@ def test_the_order_is_that_of_a_sorted_list(seed: int) -> None:
 
 @pytest.mark.parametrize("order", ["first come", "last come", "any"])
 def test_closing_many_requests_costs_each_the_same(tiny: Pair, order: str) -> None:
-    """Of a queue 8 times as long, an abort runs as many lines: clients that leave all at once hold nobody up."""
+    """With a queue 8 times as long, an abort runs as many lines: clients that leave all at once hold nobody up."""
     each = []
     for size in (50, 400):
         with LLM(tiny.target, tiny.draft, **OPTIONS) as llm:

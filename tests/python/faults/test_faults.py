@@ -233,7 +233,7 @@ def test_23037_without_the_switch(format: Format) -> None:
             assert second["page_table"].tolist()[2] == [0] * 3
         else:
             assert second["kv_indptr"].tolist() == [0, 6, 12, 17, 22, 22, 22]
-        # What an engine holds across replays is refused, unless it took a copy in time.
+        # Memory that an engine holds across replays is refused, unless the engine took a copy in time.
         for name, array in held.items():
             with pytest.raises(core.StaleOutputError) as e:
                 array.tolist()
@@ -391,7 +391,7 @@ def untouched(tiny: Pair) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-# Which backends run into a fault: those that have its place in their format, in that layout. The engine pads nothing,
+# Backends that run into a fault: those that have its place in their format, in that layout. The engine pads nothing,
 # keeps no static buffers, and its lengths are on the host: two of the faults find nothing to spoil.
 STOPS: dict[str, dict[str, tuple[str, str, str]]] = {
     "27338": {

@@ -36,7 +36,7 @@ class Captured:
 
     Attributes:
         rows, lens, live: inputs, in device memory.
-        plan, arrays: what the graph writes, between guards.
+        plan, arrays: memory that the graph writes, between guards.
     """
 
     def __init__(
@@ -125,12 +125,12 @@ class Captured:
         self.arrays.fill(POISON, tables=True)
 
     def audit(self) -> core.Plan:
-        """What lies in the arrays, looked at as a plan that was made elsewhere."""
+        """Look at the arrays' content as at a plan that was made elsewhere."""
         plan: Any = tuple(self.plan.views[name].cpu() for name in PLAN)
         return self.planner.audit("draft", plan, 0)
 
     def equals(self, host: core.Plan, counted: int | None = None) -> None:
-        """Every array is the host's, dead queries included, and nothing beside one was written.
+        """Check that every array is the host's, dead queries included, and that nothing beside one was written.
 
         counted: requests whose queries have their places, where more are than are live.
         """
@@ -232,7 +232,7 @@ def test_26972_a_position_behind_the_reserve_is_named_by_the_kernel() -> None:
     c.launch(BUCKET)
     e = fault()
     assert (e.kernel, e.buffer, e.request, e.index, e.bound) == ("plan", "allocated positions", 1, 4, 4)
-    # Its queries write to the sink; the neighbours' have their places, a page apart.
+    # The request's queries write to the sink; the neighbours' have their places, a page apart.
     want = [c.pool.pages(q)[pos // 4] * 4 + pos % 4 for q in (c.seqs[0], c.seqs[2]) for pos in (6, 10)]
     slots = c.plan.views["out_slots"].tolist()
     assert (slots[:2] + slots[4:], slots[2:4]) == (want, [0, 0])
@@ -262,7 +262,7 @@ def two_of_three(format: str) -> Captured:
     c.pool.release([c.seqs[2]])
     c.reserve(c.seqs[:2], [5, 4])
     c.hand_over([5, 4])
-    assert int(c.rows[2]) >= 0 and int(c.lens[2]) == 3  # what the larger batch left
+    assert int(c.rows[2]) >= 0 and int(c.lens[2]) == 3  # the larger batch left these
     return c
 
 
@@ -310,7 +310,7 @@ def test_23037_stale_lanes_are_refused_by_the_audit(format: str) -> None:
     c.plan.views["rows"][2] = -1
     c.plan.views["versions"][2] = 0
     with pytest.raises(specrs.ConfigError, match=r"dead (request|query) = request 2"):
-        c.audit()  # its prefix, or its queries
+        c.audit()  # refuses its prefix, or its queries
     # Poisoned before each write, a seat that nobody wrote is no number that anything accepts.
     c.poison()
     c.launch(2)
@@ -365,7 +365,7 @@ def test_26738_lengths_that_only_the_device_knows(format: str) -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        c.lens.copy_(longer)  # as a kernel of the round before would
+        c.lens.copy_(longer)  # writes as a kernel of the round before would
         c.versions.copy_(versions)
         c.graph.replay()
     finally:
@@ -377,7 +377,7 @@ def test_26738_lengths_that_only_the_device_knows(format: str) -> None:
 
 @pytest.mark.parametrize("format", ["flashinfer", "flash_attention", "triton"])
 def test_26738_put_back_is_refused_before_anything_is_allocated(format: str) -> None:
-    gc.collect()  # what earlier tests left
+    gc.collect()  # collects garbage of earlier tests
     before = torch.cuda.memory_allocated()
     with pytest.raises(specrs.ConfigError, match="sizing on the host reads lengths") as e:
         Captured(format, reverts=[26738])

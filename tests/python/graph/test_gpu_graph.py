@@ -45,7 +45,7 @@ LONG = 1_000_000_000  # cycles, about half a second
 
 @pytest.fixture(autouse=True)
 def no_fault_no_graph_and_no_memory_is_left() -> Iterator[None]:
-    """What a test leaves behind fails that test."""
+    """Fail a test that leaves something behind."""
     device.init(ORDINAL)
     torch.cuda.synchronize()
     graphs.collect(wait=True)
@@ -54,7 +54,7 @@ def no_fault_no_graph_and_no_memory_is_left() -> Iterator[None]:
     yield
     torch.cuda.synchronize()
     device.check()
-    for _ in range(2):  # what a graph kept may have kept another
+    for _ in range(2):  # a graph that was kept may have kept another
         gc.collect()
         destroyed, left = graphs.collect(wait=True)
         assert left == 0, f"{left} graphs are left, {destroyed} were destroyed"
@@ -63,11 +63,11 @@ def no_fault_no_graph_and_no_memory_is_left() -> Iterator[None]:
 
 
 class Kept:
-    """Something that a weak reference sees."""
+    """An object that a weak reference sees."""
 
 
 def recorded(stream: torch.cuda.Stream, work: Callable[[], object], *keep: object) -> core._Graph:
-    """A graph of work on torch's stream, without torch's own capture: it allocates nothing."""
+    """Record a graph of work on torch's stream, without torch's own capture: it allocates nothing."""
 
     def inside() -> None:
         with torch.cuda.stream(stream):

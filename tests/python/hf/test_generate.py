@@ -151,7 +151,7 @@ def test_a_streamer_gets_prompt_and_tokens(llama: Any) -> None:
     seen, ids = Collector(), torch.tensor([[5, 6, 7, 8]])
     got = llama.generate(ids, max_new_tokens=9, do_sample=False, custom_generate=by_specrs, token_streamer=seen)
     assert seen.tokens == got[0].tolist() and seen.ended
-    seen = Collector()  # as a transformers hands it on that has put the prompt itself
+    seen = Collector()  # stands for a transformers that has put the prompt itself
     by_specrs(llama, ids, generation_config=transformers.GenerationConfig(max_length=9), streamer=seen)
     assert len(seen.tokens) == 5 and seen.ended
 
@@ -323,7 +323,7 @@ def test_inference_mode_is_the_callers_own(tmp_path: Path) -> None:
     assert torch.equal(model.generate(ids, **options), first)
     longer = torch.tensor([random_tokens(100, seed=1)])
     with torch.inference_mode():
-        within = model.generate(longer, **options)  # whose passes are larger than those before
+        within = model.generate(longer, **options)  # its passes are larger than those before
     assert torch.equal(model.generate(longer, **options), within)
     [out] = llm.generate([ids[0].tolist()], specrs.SamplingParams(max_tokens=24, temperature=0.0))
     assert first[0, 4:].tolist()[: len(out.token_ids)] == out.token_ids
@@ -384,7 +384,7 @@ def test_an_llm_of_a_module_is_that_of_its_files(tmp_path: Path, dtype: torch.dt
     modelzoo.write_json(tmp_path / "generation_config.json", {"eos_token_id": [2, 9], "repetition_penalty": 1.25})
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), pad_token="<s>")
-    tokenizer(["a", "bcd"], padding=True)  # which must not pad the engine's prompts
+    tokenizer(["a", "bcd"], padding=True)  # this padding must not reach the engine's prompts
     options: dict[str, Any] = {"device": "cpu", "max_context_len": 200}
     with LLM(tmp_path, **options) as files, from_model(model, tokenizer, **options) as live:
         params = SamplingParams(max_tokens=20)
@@ -420,7 +420,7 @@ def test_modules_that_do_not_fit_are_refused_by_name(tmp_path: Path, llama: Any)
 
 
 class Packed(torch.Tensor):
-    """As libraries of quantised weights have them."""
+    """A layer as libraries of quantised weights have it."""
 
 
 class Twice(torch.nn.Linear):

@@ -22,7 +22,7 @@ FLOORS = [  # a module imports from its own floor and those before it
     {"serve"},
     {"cli", "hf"},
 ]
-ENGINE = [  # its folders and the files at its top, likewise
+ENGINE = [  # folders and top files of the engine, likewise
     {"request"},
     {"drafting"},
     {"config"},

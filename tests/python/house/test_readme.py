@@ -89,7 +89,7 @@ def test_wheels_of_make_have_the_tag_that_the_project_names() -> None:
     tag = re.search(r'^compatibility = "(manylinux_\d+_\d+)"$', project("tool.maturin"), re.M)
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert tag and f"COMPATIBILITY ?= {tag[1]}\n" in makefile
-    assert 'MATURIN_PEP517_ARGS="--compatibility $(COMPATIBILITY)"' in makefile  # whose default is off
+    assert 'MATURIN_PEP517_ARGS="--compatibility $(COMPATIBILITY)"' in makefile  # maturin's own default is off
 
 
 def test_the_compiler_that_is_asked_for_is_the_one_that_is_needed() -> None:

@@ -135,7 +135,7 @@ def check_tree(i, length, turn, rng, tree=None, shape=None):
                     if position >= length:
                         assert same(row, verified[path[position - length]]), ("extend", size, position, where)
                     else:
-                        earlier = seen.setdefault(position, row)  # whatever path follows
+                        earlier = seen.setdefault(position, row)  # holds whatever path follows
                         assert same(row, earlier), ("prefix", size, position, where)
 
 
@@ -190,7 +190,7 @@ def test_a_tree_equals_plain_decoding_and_prefill_in_chunks(part):
 
 @pytest.mark.parametrize(("i", "length"), [(0, 0), (3, 17), (4, 130)])
 def test_small_trees(i, length):
-    """What a sanitizer gets through."""
+    """Small cases, which a sanitizer gets through."""
     rng = random.Random(i)
     check_tree(i, length, 0, rng, random_tree(rng, 9, 4))
 
@@ -309,7 +309,7 @@ class Folded:
             self.requests.append(Request(pages, length, nodes.q, None if tree is None else tree.words()))
 
     def keys(self, request: int, query: int):
-        """What a query attends to, in logical order."""
+        """The keys that a query attends to, in logical order."""
         tree, nodes = self.trees[request], self.nodes[request]
         path = list(range(query + 1)) if tree is None else tree.path(query)
         return self.base.take(slice(0, self.lengths[request])).then(nodes.take(path))
@@ -357,7 +357,7 @@ def test_wide_and_capped_heads_fold_their_splits_on_the_way(dim, cap, group, dty
 @pytest.mark.parametrize("queries", [1, 8, 16])
 @pytest.mark.parametrize(("dim", "cap", "group", "dtype"), FOLDED)
 def test_small_folded_batches_of_wide_and_capped_heads(dim, cap, group, dtype, queries):
-    """What a sanitizer gets through: two splits and a tail to fold, and the bits of the unfolded path."""
+    """Small cases, which a sanitizer gets through: two splits and a tail to fold, and the bits of the unfolded path."""
     batch = Folded(Shape(8, group, dim, dtype, 16, cap), queries, [0, 7, 1040, 1060], 6, queries == 8)
     batch.check([2, 20, 23])
 
@@ -393,7 +393,7 @@ def test_draft_steps_attend_to_the_slots_of_their_mask(mode):
     for k, s, length in [(8, 6, 1000), (3, 6, 7), (1, 5, 0), (4, 16, 129), (8, 8, 31), (64, 1, 1020), (1, 64, 50)]:
         shape = any_shape(rng, k)
         prefix = tokens(shape, length, k)
-        slots = tokens(shape, k * s, s)  # by branch and step
+        slots = tokens(shape, k * s, s)  # slots by branch and step
         for step in {0, s // 2, s - 1}:
             cache = Cache(shape, (length + k * s) // shape.page + 4, rng)
             pages = cache.store(prefix.then(slots))
@@ -422,7 +422,8 @@ def slots_of_draft(pages, page, length, k, s):
 
 
 def test_a_draft_step_of_a_beam_has_the_bits_of_decoding():
-    """Not needed for exactness, but one rule for all: a draft's chain of at most 8 nodes is the same list of keys."""
+    """Exactness does not need this, but there is one rule for all: a draft's chain of at most 8 nodes is the same list
+    of keys."""
     shape = Shape(2, 4, 128, torch.bfloat16, 16)
     rng = random.Random(2)
     prefix, slots = tokens(shape, 1021, 1), tokens(shape, 8 * 6, 2)

@@ -37,7 +37,7 @@ WRITTEN = {
     "_device_plan": {"plan", "arrays"},
     "_device_round_end": {"state", "control"},
 }
-"""What each launch writes, by its arguments."""
+"""Arguments that each launch writes."""
 Place = tuple[Any, ...]
 
 

@@ -36,7 +36,7 @@ def ints(values):
 
 
 def operands(accepts, limits, state):
-    """What a round found, its limits and its state, by name."""
+    """The results of a round, its limits and its state, by name."""
     return {
         "accepts": named(RoundFound, accepts), "limits": named(SeatLimits, limits), "state": named(SeatState, state),
     }  # fmt: skip
@@ -77,7 +77,7 @@ class World:
         self.round = 0
 
     def verify(self, live, faults=0.02):
-        """What a round of `live` seats finds; what lies behind is wild."""
+        """The results of a round of `live` seats; values behind them are wild."""
         rng, wild = self.rng, [I32_MIN, -1, 0, 5, I32_MAX]
         counts = [rng.randint(1, PATH) for _ in range(live)]
         offsets = [0, *itertools.accumulate(counts)]
@@ -237,7 +237,7 @@ def test_numbers_that_make_no_sense_end_their_seat_and_are_recorded(canaries, wh
     world = World(canaries, 7, batch, 6)
     operand, value = BAD[what]
     world.verify(batch, faults=0)
-    # Of offsets the last, so that one seat is wrong.
+    # The last of the offsets is changed, so that one seat is wrong.
     world.accepts[operand][-1] = value(world)
     world.upload()
     world.launch()
@@ -245,7 +245,7 @@ def test_numbers_that_make_no_sense_end_their_seat_and_are_recorded(canaries, wh
     assert len(refused) == 1
     exit = world.check()
     assert exit & FAULT
-    # Until the host has read it, later rounds say so, too.
+    # Later rounds report it too, until the host has read it.
     world.verify(batch, faults=0)
     world.upload()
     world.launch()
@@ -456,7 +456,7 @@ def test_a_loop_runs_until_there_is_a_reason_to_leave(canaries):
     def run(budget, rounds, exit):
         """A launch of at most `budget` rounds has so many, and the last one this reason."""
         nonlocal n
-        torch.cuda.synchronize()  # what the test wrote on its own stream is there
+        torch.cuda.synchronize()  # makes the test's writes on its own stream visible
         with torch.cuda.stream(loop.side):
             world.on_control[1:2].fill_(budget)
             loop.launch()

@@ -466,8 +466,9 @@ FAMILY_HEADS = [(2, 1, 256, 256), (2, 1, 256, 64), (1, 1, 128, 128), (3, 1, 80, 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("heads", "kv_heads", "d", "rotary"), FAMILY_HEADS)
 def test_few_rows_rotate_behind_norms_of_float32(canaries, dtype, heads, kv_heads, d, rotary):
-    """What a sanitizer gets through of Gemma's 1 + w: whole heads of 256, parts that are not rotated, odd halves; the
-    weights at the end of what is allocated, aligned to 4 bytes alone, and the key's norm without the query's."""
+    """Small cases of Gemma's 1 + w, which a sanitizer gets through: whole heads of 256, parts that are not rotated, odd
+    halves; the weights at the end of allocated memory, aligned to 4 bytes alone, and the key's norm without the
+    query's."""
     rows, slots = 3, 5
     qkv = random_rows(rows, (heads + 2 * kv_heads) * d, dtype=dtype, seed=d, scale=2.0)
     norms = [random_rows(d, dtype=torch.float32, seed=seed) + 1 for seed in (6, 7)]
@@ -491,7 +492,8 @@ def test_few_rows_rotate_behind_norms_of_float32(canaries, dtype, heads, kv_head
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("columns", [5, 8, 2304])
 def test_few_rows_take_a_norm_of_float32(canaries, dtype, columns):
-    """What a sanitizer gets through: weights of float32 at the end of what is allocated, in vectors or one by one."""
+    """Small cases, which a sanitizer gets through: weights of float32 at the end of allocated memory, in vectors or one
+    by one."""
     residual, x = (random_rows(3, columns, dtype=dtype, seed=s) for s in (1, 2))
     weight = random_rows(columns, dtype=torch.float32, seed=3) + 1
     total, norm = norm_reference(residual, x, weight, 1e-6)
@@ -506,7 +508,8 @@ def test_few_rows_take_a_norm_of_float32(canaries, dtype, columns):
 @pytest.mark.parametrize("columns", [5, 8, 2304])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_few_rows_take_gelu(dtype, columns, interleaved):
-    """What a sanitizer gets through: gates and ups at the end of what is allocated, in vectors or one by one."""
+    """Small cases, which a sanitizer gets through: gates and ups at the end of allocated memory, in vectors or one by
+    one."""
     gate, up = (random_rows(3, columns, dtype=dtype, seed=s, scale=3.0) for s in (1, 2))
     gate[:, :3] = torch.tensor([0.0, 200.0, -200.0]).to(dtype)
     want = gelu_reference(gate, up)
@@ -520,7 +523,7 @@ def test_few_rows_take_gelu(dtype, columns, interleaved):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("d", [64, 80, 6])
 def test_values_in_the_cache_are_finite(canaries, dtype, d):
-    """What would poison rows that do not attend to a value marks its key, for those that do."""
+    """A value that would poison rows which do not attend to it marks its key, for those that do."""
     rows, heads, kv_heads = 6, 2, 2
     qkv = random_rows(rows, 6 * d, dtype=dtype, seed=3).view(rows, 6, d)
     bias = torch.zeros(6, d, dtype=dtype)

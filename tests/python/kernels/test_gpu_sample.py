@@ -175,7 +175,8 @@ def agree(out: Outputs, logits, parents, tokens, lens, samplers) -> tuple[list[l
     faults = [0 if e is None else {"NaN": 1, "+inf": 2, "all -inf": 3}[e.value] for e in want.errors]
     assert out.faults.tolist() == faults
     nodes = logits.shape[0]
-    assert not out.scratch[:nodes].any() and out.scratch[nodes].item() & 0xFFFFFFFF == 0  # as the next launch needs it
+    # Zeroed as the next launch needs it.
+    assert not out.scratch[:nodes].any() and out.scratch[nodes].item() & 0xFFFFFFFF == 0
     return paths, drawn
 
 

@@ -410,7 +410,7 @@ def test_moves_bring_the_path_behind_the_prefix(canaries, page):
         offsets += [len(src)] * dead
         padding = [0] * (capacity - len(src))
         assert [m.tolist() for m in moves] == [src + padding, dst + padding, offsets]
-        # And executed: what lay at the path's nodes lies behind the prefix.
+        # The moves, executed, put what lay at the path's nodes behind the prefix.
         cache = torch.arange(2 * pages * page * 8, dtype=torch.int32, device=CUDA).view(1, 2, pages * page, 1, 8)
         before = cache.clone()
         device.kv_move(cache, *moves)

@@ -85,7 +85,7 @@ def test_eos_ids_come_from_both_files(tmp_path: Path) -> None:
 
 
 def test_an_id_of_minus_one_is_none(tmp_path: Path) -> None:
-    """As files write it, and as transformers goes on with it."""
+    """Files write -1 for no id, and transformers goes on with it."""
     directory = modelzoo.write_target(tmp_path, eos_token_id=[7, -1], bos_token_id=-1, pad_token_id=-1)
     modelzoo.write_json(tmp_path / "generation_config.json", {"eos_token_id": -1, "pad_token_id": -1})
     config = ModelConfig.from_directory(directory)

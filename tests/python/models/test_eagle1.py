@@ -49,7 +49,7 @@ class TeacherForced:
         n = len(tokens)
         stream = self.linear("fc", torch.cat((self.embedding[tokens], feature), -1))
         q, k, v = (self.linear(f"layers.0.self_attn.{p}_proj", stream).view(n, -1, 32) for p in "qkv")
-        if "layers.0.self_attn.q_norm.weight" in self.w:  # of each head
+        if "layers.0.self_attn.q_norm.weight" in self.w:  # norm of each head
             q, k = (self.norm(f"layers.0.self_attn.{name}_norm", t) for name, t in (("q", q), ("k", k)))
         angle = torch.arange(n)[:, None] / 10000.0 ** (torch.arange(0, 32, 2) / 32)[None]
         cos, sin = angle.cos()[:, None], angle.sin()[:, None]

@@ -48,7 +48,7 @@ class TeacherForced:
         normed = self.norm("midlayer.hidden_norm.weight", hidden)
         x = torch.cat((self.norm("midlayer.input_layernorm.weight", self.embedding[tokens]), normed), dim=-1)
         q, k, v = ((x @ w[f"midlayer.self_attn.{p}_proj.weight"].T).view(n, -1, 32) for p in "qkv")
-        if "midlayer.self_attn.q_norm.weight" in w:  # of each head
+        if "midlayer.self_attn.q_norm.weight" in w:  # norm of each head
             q, k = (self.norm(f"midlayer.self_attn.{name}_norm.weight", t) for name, t in (("q", q), ("k", k)))
         angle = torch.arange(n)[:, None] / 10000.0 ** (torch.arange(0, 32, 2) / 32)[None]
         cos, sin = angle.cos()[:, None], angle.sin()[:, None]
@@ -115,7 +115,7 @@ def test_extend_equals_teacher_forcing(tmp_path: Path, ops: str, options: dict[s
 @pytest.mark.parametrize("layers", [1, 40])
 @pytest.mark.parametrize("prefix", ["midlayer.", "layers.0.", "model.layers.0."])
 def test_a_head_named_as_a_model_is_what_its_file_says(tmp_path: Path, layers: int, prefix: str) -> None:
-    """As the paper's authors publish theirs; one of them has the number of its target's layers."""
+    """The paper's authors publish their heads so; one of them has the number of its target's layers."""
     target, want, _ = build(tmp_path, ops_for(), own_embedding=True)
     place = tmp_path / "head"
     modelzoo.edit_config(place, architectures=["LlamaForCausalLM"], num_hidden_layers=layers)

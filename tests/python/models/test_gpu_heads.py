@@ -54,7 +54,7 @@ def test_logits_of_a_head_are_those_of_the_cpu(tmp_path: Path, options: dict[str
     got = passes(target, head, cuda_ops(there, core.TreeShape(*SHAPE)), dtype)
     error = (got - want).abs().max() / want.std()
     assert error < (0.25 if dtype == torch.bfloat16 else 0.05), error
-    if options:  # which a pass without the norms does not reach
+    if options:  # a pass without the norms does not come so near
         weights = modelzoo.read_weights(head)
         modelzoo.write_weights(head, {n: w.fill_(1.0) if "self_attn.q_norm" in n else w for n, w in weights.items()})
         assert (passes(target, head, ops_for(), torch.float32) - want).abs().max() / want.std() > 2 * error

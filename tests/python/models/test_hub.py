@@ -90,7 +90,7 @@ def test_pickled_weights_are_downloaded_where_there_are_no_others(hub: Hub, tiny
 
 @pytest.mark.parametrize("weights", [True, False], ids=["beside weights", "alone"])
 def test_an_adapter_of_the_hub_is_seen(weights: bool, hub: Hub, tmp_path: Path) -> None:
-    """Of a repository with an adapter, its configuration comes too, and is refused as in a directory."""
+    """The configuration of an adapter in the repository comes too, and is refused as in a directory."""
     repository = tmp_path / "tuned"
     if weights:
         shutil.copytree(hub.repositories["org/model"], repository)

@@ -1,4 +1,4 @@
-"""What a model or a draft head is given as: directories, hub ids, and things that are neither."""
+"""Forms in which a model or a draft head is given: directories, hub ids, and things that are neither."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_an_incomplete_snapshot_and_a_strange_revision(tiny: Pair, cache: Path) 
 
 @pytest.mark.parametrize("revision", ["", ".", "..", "../snapshots", "/"])
 def test_a_revision_is_a_name(revision: str, tiny: Pair, cache: Path) -> None:
-    """It leads nowhere but into its own folder, though a model be where it leads."""
+    """A revision leads nowhere but into its own folder, even if a model lies where it would lead."""
     snapshot = put(cache, "org/model", tiny.target)
     for place in (snapshot.parent, snapshot.parent.parent):
         shutil.copytree(tiny.target, place, dirs_exist_ok=True)
@@ -208,7 +208,7 @@ def test_an_adapter_in_the_cache_is_no_snapshot_in_part(cache: Path, tmp_path: P
     put(cache, "org/adapter", tmp_path / "adapter")
     with pytest.raises(ModelFileError, match=r"an adapter .*not a whole model") as e:
         LLM("org/adapter")
-    assert not isinstance(e.value, HubError)  # there is nothing to download
+    assert not isinstance(e.value, HubError)  # the id names nothing to download
 
 
 def test_a_wrong_draft_is_said_to_be_the_draft(tiny: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -173,7 +173,7 @@ def test_a_pair_computes_what_plain_torch_does(qwen: Pair, dense: str, attention
 
 
 def test_the_parts_of_the_host_alone_have_the_bits_of_both(qwen: Pair) -> None:
-    """Where the attention is specrs's own, products decide alone what is different about a device, and the reverse."""
+    """With specrs's own attention, products alone decide what is different about a device, and the reverse."""
     want = through(qwen.target, qwen.draft, ops_for())
     again = through(qwen.target, qwen.draft, ops_for(Native(), HostDense()))
     assert all(torch.equal(a, b) for a, b in zip(want, again, strict=True))
@@ -246,7 +246,7 @@ def test_the_hosts_kernels_refuse_what_they_cannot_compute_in(placement: Placeme
 
 
 def test_models_and_engine_name_no_device_and_no_dtype() -> None:
-    """But where the host's are defined, in the names of a file format, and in the arithmetic of published tables."""
+    """Exceptions are the host's definitions, the names of a file format, and the arithmetic of published tables."""
     named = {
         path.name
         for folder in ("models", "engine")

@@ -93,7 +93,7 @@ def test_safetensors_stand_before_what_torch_saved(tiny: Pair, tmp_path: Path) -
 
 
 class Runs:
-    """What a pickle can do that anybody loads."""
+    """An object whose pickle runs code wherever it is loaded."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -331,7 +331,7 @@ def test_shapes_are_those_of_tensors(tmp_path: Path, archive: bool, shape: Any, 
 
 
 def test_values_are_those_that_torch_loads(tmp_path: Path) -> None:
-    """Of every type, layout and place in a storage; rows alone too, which `same` reads."""
+    """Values agree for every type, layout and place in a storage; for rows alone too, which `same` reads."""
     rng, file = torch.Generator().manual_seed(1), tmp_path / PICKLED
     types = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int16,
              torch.int8, torch.uint8, torch.bool)  # fmt: skip
@@ -356,7 +356,7 @@ def test_values_are_those_that_torch_loads(tmp_path: Path) -> None:
 
 
 def test_files_with_any_byte_changed_load_or_say_why(tmp_path: Path) -> None:
-    """Whatever loads has the shapes and types that the file says, within the file."""
+    """A file that loads has the shapes and types that it says, within the file."""
     rng, file = random.Random(5), tmp_path / PICKLED
     for archive in (True, False):
         torch.save(

@@ -335,7 +335,7 @@ def test_whole_memory_outlives_its_buffers() -> None:
 
 
 def released_without_the_gil(array: core.Array, dtype: str = "dltensor_versioned") -> Callable[[], None]:
-    """What calls the deleter of a consumed capsule as a library would that has let the GIL go."""
+    """Return a function that calls the deleter of a consumed capsule as a library would that has let the GIL go."""
     api = ctypes.pythonapi
     api.PyCapsule_GetPointer.restype = ctypes.c_void_p
     api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]

@@ -322,7 +322,7 @@ def test_every_array_of_every_phase(seed: int) -> None:
 
 
 def reads_lanes(w: World) -> bool:
-    """Whether flash_attention reads whole lanes: other masks are refused."""
+    """Return whether flash_attention reads whole lanes: other masks are refused."""
     return w.shape.topk == 1 or (w.geometry.layout == "holey" and w.geometry.page_size > 1)
 
 
@@ -442,7 +442,7 @@ def test_counts_that_no_tree_has(sizes: list[int], bad: str) -> None:
     call = DeviceCall(w, s, (3, host.queries), False)
     call.offsets = i32(sizes)
     e = faulty(call)
-    if e.request == 2:  # which begins where no tree does, or behind the bucket: whoever comes first is told
+    if e.request == 2:  # its offset begins where no tree does, or behind the bucket: the first to come is told
         assert e.buffer in ("queries", "tree parents", "nodes of all trees"), bad
     else:
         assert (e.buffer, e.request, e.index, e.bound) == ("nodes of a tree", 1, sizes[2] - sizes[1], 7), bad

@@ -24,7 +24,7 @@ def plain() -> Iterator[LLM]:
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[AsyncLLM]:
-    """As `specrs serve` makes it: in a process of its own."""
+    """Make the engine as `specrs serve` does: in a process of its own."""
     made = AsyncLLM(process=True, max_batch=8, max_context_len=512, max_waiting=64)
     yield made
     asyncio.run(made.aclose(drain=False))

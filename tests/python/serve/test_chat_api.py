@@ -14,7 +14,7 @@ USER = [{"role": "user", "content": "def f(x):"}]
 
 
 def conversed(llm: LLM, text: str) -> Any:
-    """What the model makes of a template's text, which has its special tokens already."""
+    """Return what the model makes of a template's text, which has its special tokens already."""
     assert llm.tokenizer is not None
     ids = llm.tokenizer.encode(text, add_special_tokens=False).ids
     return llm.generate([ids], SamplingParams(**GREEDY))[0]

@@ -17,7 +17,7 @@ WARM = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 24}
 
 
 def generated(llm: LLM, prompt: Any = PROMPT, **options: Any) -> Any:
-    # What the server adds to the model's own, where a request leaves it out.
+    # The server adds these to the model's own values, where a request leaves them out.
     options = {"temperature": 0.6, "top_p": 0.9, "max_tokens": 16, **options}
     return llm.generate([prompt], SamplingParams(**options))[0]
 
@@ -146,7 +146,7 @@ def test_echo_scores_a_text(web: Running, plain: LLM, most: int, stream: bool) -
     assert scores["token_logprobs"][1 : len(ids)] == known
     for token, offset in zip(scores["tokens"][1:], scores["text_offset"][1:], strict=True):
         assert choice["text"][offset : offset + len(token)] == token
-    # As evaluation harnesses ask whether the text is what greedy decoding writes.
+    # Evaluation harnesses ask by this whether the text is what greedy decoding writes.
     top = scores["top_logprobs"][1]
     assert max(top, key=top.get) and scores["tokens"][1] in top
 
@@ -215,7 +215,7 @@ def test_what_does_not_fit_the_context(web: Running) -> None:
         assert error["code"] == "context_length_exceeded"
         assert f" {most}" in error["message"] or "max_prompt_chars" in error["message"]
     web.complete(prompt=[1] * (most - 3), max_tokens=3)
-    [choice] = web.complete(prompt=[1] * (most - 3))["choices"]  # nobody asked for 16
+    [choice] = web.complete(prompt=[1] * (most - 3))["choices"]  # no request asked for 16
     assert choice["finish_reason"] in ("length", "stop")
 
 

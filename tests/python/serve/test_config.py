@@ -1,4 +1,4 @@
-"""What a server is told, and what it says of itself: limits, keys, addresses, fields, metrics, log lines."""
+"""Options of a server, and its figures: limits, keys, addresses, fields, metrics, log lines."""
 
 from __future__ import annotations
 
@@ -167,7 +167,8 @@ def test_metrics_have_vllm_s_names_and_edges(web: Running) -> None:
         assert grown[f"vllm:{name}_count{{{labels}}}"] == 1, name
     assert grown[f"vllm:request_generation_tokens_count{{{labels}}}"] == 2
     assert grown[f"vllm:inter_token_latency_seconds_count{{{labels}}}"] > 2
-    assert grown[f"vllm:iteration_tokens_total_sum{{{labels}}}"] == 40 + 2 * prompt  # of less than a page: read twice
+    # Prompts of less than a page are read twice.
+    assert grown[f"vllm:iteration_tokens_total_sum{{{labels}}}"] == 40 + 2 * prompt
     assert after[f"vllm:num_preemptions_total{{{labels}}}"] >= 0
     assert after[f"vllm:kv_cache_usage_perc{{{labels}}}"] == 0
     assert after[f"vllm:num_requests_running{{{labels}}}"] == after[f"vllm:num_requests_waiting{{{labels}}}"] == 0

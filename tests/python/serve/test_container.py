@@ -1,4 +1,4 @@
-"""What the Containerfile names exists: files that it copies, the extra that it installs, variables that it sets."""
+"""Names in the Containerfile exist: files that it copies, the extra that it installs, variables that it sets."""
 
 from __future__ import annotations
 

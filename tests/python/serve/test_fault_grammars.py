@@ -125,7 +125,7 @@ def test_bombs(serve: list[Any], tmp_path: Path) -> None:
 
 
 def test_bombs_that_nobody_waits_for(serve: list[Any], tmp_path: Path) -> None:
-    """Whoever hangs up while a grammar compiles leaves nothing."""
+    """A client that hangs up while a grammar compiles leaves nothing behind."""
     with process(tmp_path, *serve) as server:
 
         async def main() -> None:

@@ -30,7 +30,7 @@ OPTIONS: dict[str, Any] = {"tree": (3, 3, 9), "max_batch": 4, "page_size": 4, "p
 FLAGS = ["--max-batch", "4", "--log", "none", "--served-model-name", NAME]
 GREEDY = {"temperature": 0, "ignore_eos": True}
 SENSE: list[int] = []  # tokens of a request that must always work
-CUT = (BadAnswer, OSError, EOFError)  # what a client sees of a connection that ends
+CUT = (BadAnswer, OSError, EOFError)  # errors that a client sees when a connection ends
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_killed_and_started_again(pair: Pair, llm: LLM, tmp_path: Path) -> None:
                     async for _ in follow(connection, answer, replies[i], time.perf_counter()):
                         pass
 
-            tasks = [asyncio.ensure_future(read(i)) for i in range(4)]  # as many as run at once
+            tasks = [asyncio.ensure_future(read(i)) for i in range(4)]  # so many run at once
             while not all(r.outputs for r in replies[:4]):
                 await asyncio.sleep(0.01)
             tasks += [asyncio.ensure_future(read(i)) for i in (4, 5)]
@@ -126,7 +126,7 @@ def test_killed_and_started_again(pair: Pair, llm: LLM, tmp_path: Path) -> None:
 
 
 def test_an_engine_process_that_is_killed(pair: Pair, llm: LLM, tmp_path: Path) -> None:
-    """Its requests are told, streaming or not, and the server ends, for whoever starts another."""
+    """The engine's requests are told, streaming or not, and the server ends, so that another can be started."""
     with process(tmp_path, pair.target, "--draft", pair.draft, *FLAGS) as server:
         run(lambda: works(server.port))
         (engine,) = children(server.process.pid)
@@ -156,14 +156,15 @@ def test_an_engine_process_that_is_killed(pair: Pair, llm: LLM, tmp_path: Path) 
 
 @pytest.mark.parametrize("patience", [60, 1])
 def test_sigterm_under_load(pair: Pair, llm: LLM, tmp_path: Path, patience: int) -> None:
-    """It drains: what runs and waits ends, whole where there is time, else with a reason and ``[DONE]``; status 0."""
+    """The server drains: requests that run and wait end, whole where there is time, else with a reason and ``[DONE]``;
+    status 0."""
     count = 40 if patience > 1 else 1900
     want = tokens(llm, count)
     argv = [pair.target, "--draft", pair.draft, *FLAGS, "--drain-seconds", str(patience)]
     with process(tmp_path, *argv) as server:
 
         async def load() -> None:
-            replies = [Reply() for _ in range(16)]  # of which 4 run
+            replies = [Reply() for _ in range(16)]  # 4 of them run
 
             async def read(i: int) -> Answer:
                 connection = Connection("127.0.0.1", server.port)
@@ -188,7 +189,7 @@ def test_sigterm_under_load(pair: Pair, llm: LLM, tmp_path: Path, patience: int)
             server.process.send_signal(signal.SIGTERM)
             began = time.monotonic()
             late = None
-            while late is None and time.monotonic() - began < 5:  # until it has noticed
+            while late is None and time.monotonic() - began < 5:  # waits until the server has noticed
                 try:
                     late = await idle_connection.ask("POST", "/v1/completions", body(1, stream=False))
                 except CUT:
@@ -212,7 +213,7 @@ def test_sigterm_under_load(pair: Pair, llm: LLM, tmp_path: Path, patience: int)
 
 
 def test_sigterm_with_clients_that_never_read(pair: Pair, tmp_path: Path) -> None:
-    """Those do not hold up the end."""
+    """Such clients do not hold up the end."""
     argv = [pair.target, *FLAGS, "--drain-seconds", "1"]
     with process(tmp_path, *argv) as server:
 
@@ -236,7 +237,7 @@ def test_sigterm_with_clients_that_never_read(pair: Pair, tmp_path: Path) -> Non
 
 
 def test_clients_that_never_read(llm: LLM) -> None:
-    """They hold nobody up, pile nothing up, and are ended after ``send_seconds``."""
+    """Such clients hold nobody up, pile nothing up, and are ended after ``send_seconds``."""
 
     async def main() -> None:
         async with hosted(llm, send_seconds=2.0) as (port, engine):
@@ -362,7 +363,7 @@ def test_who_hangs_up_leaves_nothing(llm: LLM, when: str, n: int, stream: bool) 
             while (s := engine.stats()).engine.running + s.engine.waiting > busy["busy"] or s.submitted > busy["busy"]:
                 assert time.monotonic() - began < 5, s
                 await asyncio.sleep(0.001)
-            assert s.engine.running == busy["busy"]  # nobody else was hit
+            assert s.engine.running == busy["busy"]  # no other request was hit
             for other in others:
                 other.cancel()
             await asyncio.gather(*others, return_exceptions=True)
@@ -492,7 +493,8 @@ def test_prompts_that_are_too_much(llm: LLM) -> None:
 
 @pytest.mark.parametrize("where", ["round", "prefill"])
 def test_a_pass_that_fails(llm: LLM, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its requests get 500, or an error within their stream, which names no cause; others, and later ones, go on."""
+    """The pass's requests get 500, or an error within their stream, which names no cause; others, and later ones, go
+    on."""
     secret = RuntimeError("injected: /secret/path")
     plain, fails = getattr(llm._runner, where), {"left": 0}
 

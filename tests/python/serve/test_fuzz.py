@@ -29,7 +29,7 @@ from specrs import LLM, SamplingParams
 pytest.importorskip("uvicorn", reason="the extra specrs[serve] is not installed")
 
 LONG = bool(os.environ.get("SPECRS_TEST_LONG"))
-CASES = int(os.environ.get("SPECRS_FUZZ", "100000" if LONG else "2000")) // 2  # of each kind
+CASES = int(os.environ.get("SPECRS_FUZZ", "100000" if LONG else "2000")) // 2  # cases of each kind
 SEED = int(os.environ.get("SPECRS_FUZZ_SEED", "1"))
 READERS = 8
 SENSE = {"model": NAME, "prompt": "ab", "max_tokens": 12, "temperature": 0, "return_token_ids": True, "stream": True}
@@ -44,11 +44,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="module")
 def counted() -> Iterator[dict[str, Any]]:
-    """What each kind of case came to; kept where the environment says so."""
+    """Count the outcomes of each kind of case; the counts are kept where the environment says so."""
     kinds: dict[str, Any] = {}
     yield kinds
     name = os.environ.get("SPECRS_FUZZ_RECORD")
-    if name and kinds.keys() >= {"bodies", "requests"}:  # not of a run that was stopped
+    if name and kinds.keys() >= {"bodies", "requests"}:  # a run that was stopped is not recorded
         packages = versions("starlette", "uvicorn", "httptools", "uvloop")
         write_result(name, {"versions": packages, "seeds": [SEED], "cases": 2 * CASES, "fuzz": kinds})
 
@@ -75,7 +75,7 @@ def server(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pro
 
 
 def sound(server: Process, want: list[int]) -> None:
-    """It lives, says so, gives the right tokens, and has met no fault of its own."""
+    """Check that the server lives, says so, gives the right tokens, and has met no fault of its own."""
 
     async def asked() -> None:
         connection = Connection("127.0.0.1", server.port)
@@ -130,7 +130,7 @@ def test_bodies(server: Process, want: list[int], counted: dict[str, Any]) -> No
 
 
 def test_requests(server: Process, want: list[int], counted: dict[str, Any]) -> None:
-    """Whatever the bytes: an answer below 500, one that says that this HTTP is not spoken, or a closed connection."""
+    """Any bytes get an answer below 500, one that says that this HTTP is not spoken, or a closed connection."""
     statuses: Counter[int] = Counter()
     began = time.perf_counter()
 
@@ -141,7 +141,7 @@ def test_requests(server: Process, want: list[int], counted: dict[str, Any]) -> 
         try:
             writer.write(raw)
             await writer.drain()
-            writer.write_eof()  # nothing more comes, so nobody waits for more
+            writer.write_eof()  # nothing more comes, so no answer waits for more
             answer_line = await asyncio.wait_for(reader.readline(), 20)
             if answer_line:
                 assert answer_line.startswith(b"HTTP/1."), (i, raw[:500], answer_line)
@@ -169,7 +169,7 @@ def test_requests(server: Process, want: list[int], counted: dict[str, Any]) -> 
 
 
 def test_memory_stays(server: Process, want: list[int], tmp_path: Path) -> None:
-    """What was refused is not kept."""
+    """Refused bodies are not kept."""
     sound(server, want)
     before = server.memory()
 

@@ -42,7 +42,7 @@ BODY = b"5\r\n" + b'{"a":' + b"\r\n0\r\n"
     ids=["one header", "many headers", "a path", "a trailer"],
 )  # fmt: skip
 def test_a_head_without_an_end(web: Running, start: bytes, part: bytes) -> None:
-    """It is refused long before it costs anything: httptools would join its pieces in quadratic time."""
+    """Such a head is refused long before it costs anything: httptools would join its pieces in quadratic time."""
     with socket.create_connection(("127.0.0.1", web.port), timeout=20) as sock:
         sock.sendall(start)
         sent, most, told = 0, 64 * MOST_HEAD_BYTES, b""

@@ -137,7 +137,8 @@ def test_one_that_goes_before_the_engine_has_its_request_counts_too(web: Running
 def test_one_that_goes_with_requests_behind(
     web: Running, stream: bool, behind: str, how: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its leaving is seen although a request waits for its turn; and it is no fault of the server's."""
+    """The server sees the client leave although a request waits for its turn; and the leaving is no fault of the
+    server's."""
     head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     more = {"a request": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
             "a long body": head % 200_000 + b" " * 200_000,
@@ -148,7 +149,7 @@ def test_one_that_goes_with_requests_behind(
     wait(lambda: web.engine.stats().engine.running and web.engine.stats().engine.generated > answered + 4)
     reset(sock) if how == "reset" else sock.close()
     web.idle()
-    assert web.engine.stats().engine.generated < answered + 400  # it was not gone through to its end
+    assert web.engine.stats().engine.generated < answered + 400  # the request was not gone through to its end
     assert capfd.readouterr().err == ""
 
 

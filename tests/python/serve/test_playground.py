@@ -375,7 +375,7 @@ def test_it_asks_its_own_server_alone(show: Open, web: Running) -> None:
 
 
 def test_the_policy_holds(window: Browser, web: Running) -> None:
-    """What a fault of the page could do, its policy refuses."""
+    """The page's policy refuses what a fault of the page could do."""
     p = window.page(f"{web.address}/")
     with pytest.raises(AssertionError, match="TrustedHTML"):
         p("document.body.innerHTML = '<b>x</b>'")

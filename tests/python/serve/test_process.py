@@ -86,7 +86,7 @@ def test_sigterm_drains_and_ends_well(tmp_path: Path) -> None:
 
 def test_threads_give_way_sooner_while_a_server_runs(engine: AsyncLLM, tmp_path: Path) -> None:
     before = sys.getswitchinterval()
-    held = gc.get_freeze_count() > 0  # by a server of other tests
+    held = gc.get_freeze_count() > 0  # true if a server of other tests has frozen them
     seen = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -164,7 +164,7 @@ def test_a_second_signal_ends_a_server_whose_engine_hangs(busy: bool) -> None:
         os.kill(engine, signal.SIGSTOP)
         process.send_signal(signal.SIGTERM)
         time.sleep(1)
-        assert process.poll() is None  # it waits for the engine
+        assert process.poll() is None  # the process waits for the engine
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
@@ -179,7 +179,7 @@ HANGS = DEAD.replace('raise LedgerError("pages do not add up")', "__import__('ti
 
 
 def test_sigterm_with_an_engine_s_thread_that_hangs() -> None:
-    """Nobody can end a thread: the process goes without it."""
+    """No thread can be ended from outside: the process goes without it."""
     with serving("--log", "none", "--no-engine-process", "--drain-seconds", "1", code=HANGS) as (process, url):
         sock = asked(url)
         with contextlib.suppress(httpx.ReadTimeout):
@@ -215,7 +215,7 @@ def test_a_template_that_cannot_be_read_is_told_before_anything_is_loaded(
 
 
 def test_a_socket_of_this_machine(engine: AsyncLLM, tmp_path: Path) -> None:
-    """It needs no key, and no name; the file of a server that was killed is replaced, another file is not."""
+    """The socket needs no key, and no name; the file of a server that was killed is replaced, another file is not."""
     path = tmp_path / "socket"
     left = socket.socket(socket.AF_UNIX)
     left.bind(str(path))

@@ -52,7 +52,8 @@ def spoken(engine: AsyncLLM, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """Of a whole stream, each as the client's own model has it: no field is missing, none has another type."""
+    """Return a whole stream's events, each as the client's own model has it: no field is missing, none has another
+    type."""
     found = []
     for i, block in enumerate(block for block in text.split("\n\n") if block and not block.startswith(":")):
         name, data = block.split("\n")
@@ -134,7 +135,7 @@ def told(web: Running, **body: Any) -> dict[str, Any]:
 
 
 def words(response: dict[str, Any]) -> str:
-    """What the client calls ``output_text``."""
+    """Return what the client calls ``output_text``."""
     return "".join(p["text"] for item in response["output"] if item["type"] == "message" for p in item["content"])
 
 
@@ -220,7 +221,7 @@ def test_the_oldest_turns_give_way(web: Running) -> None:
     found = told(web, **body, truncation="auto")
     used = found["usage"]["input_tokens"]
     assert found["truncation"] == "auto" and used <= web.service.context - 20
-    # As many turns as fit: one more would not.
+    # The server keeps as many turns as fit: one more would not.
     kept = next(i for i in range(0, len(items), 2) if counted(web, items[i:]) == used)
     assert counted(web, items[kept - 2 :]) > web.service.context - 20
     error = web.refused(PATH, input="word " * 900, truncation="auto")
@@ -427,7 +428,7 @@ def test_clients_that_leave(web: Running) -> None:
 
 
 def test_a_server_that_ends(web: Running) -> None:
-    """What runs then is told as failed, with the text that there is."""
+    """Responses that run then are told as failed, with the text that there is."""
 
     def abort() -> None:
         for stream in list(web.service._live):

@@ -26,7 +26,7 @@ def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def check(told: dict[str, Any], text: str, tokens: list[int]) -> dict[str, int]:
-    """Of a choice, all of it: that its rounds make its text and tokens. Sums for the response's own object."""
+    """Check that the rounds of a choice make its text and tokens. Returns sums for the response's own object."""
     rounds, pieces = told["rounds"], told["pieces"]
     assert "".join(piece for piece, _, _ in pieces) == text
     found = tokens[:1]
@@ -162,7 +162,7 @@ def test_pieces_belong_to_rounds_whatever_stands_before_and_behind() -> None:
             told = traced([first, second], pieces, str)
             assert [at for _, _, at in told["pieces"]] == [-1] * len(before) + [0, 0, 1] + [-1] * len(behind)
     assert traced([], [("p", False)], str) == {"rounds": [], "pieces": [["p", False, -1]]}
-    held = round_of()  # whose text a later one released
+    held = round_of()  # a round whose text a later one released
     assert [at for _, _, at in traced([held, second], [("c", False)], str)["pieces"]] == [1]
 
 

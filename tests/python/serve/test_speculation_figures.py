@@ -1,4 +1,4 @@
-"""What speculation was worth, of a request and of a server: under OpenAI's and vLLM's names, and all of one account."""
+"""Figures of speculation, for a request and for a server: under OpenAI's and vLLM's names, and all of one account."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DRAFTS: dict[str, Any] = {
     "tree": (2, 3, 8),
     "max_batch": 2,
     "max_context_len": 256,
-}  # whatever a busy machine makes of it
+}  # fixed, so that a busy machine changes nothing
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_a_request_s_figures_are_those_of_the_counters(drafting: Running) -> Non
         assert one["num_spec_steps"]
         assert one["mean_acceptance_length"] == 1 + accepted / one["num_spec_steps"]
         assert one["draft_acceptance_rate"] == accepted / one["num_draft_tokens"]
-    # By position: how many steps accepted so many or more.
+    # Each position counts the steps that accepted so many drafts or more.
     for place in range(told[0]["num_spec_tokens"]):
         want = sum(sum(one["acceptance_histogram"][place + 1 :]) for one in told)
         name = f"num_accepted_tokens_per_pos.{place}"
@@ -105,7 +105,8 @@ def test_several_outputs_have_no_histogram(drafting: Running) -> None:
 
 
 def test_a_stop_within_accepted_drafts_is_counted_where_it_stands(eager: LLM) -> None:
-    """Its round kept drafts and no token of its own: all that it kept are accepted, and it counts at their number."""
+    """The request's round kept drafts and no token of its own: all that it kept are accepted, and it counts at their
+    number."""
     [whole] = eager.generate([PROMPT], SamplingParams(temperature=0, max_tokens=80))
     accepted = [i for i, drafted in enumerate(whole.drafted) if drafted]
     assert accepted

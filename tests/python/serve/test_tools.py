@@ -291,7 +291,7 @@ def test_a_form_begins_behind_reasoning(thinking: Running) -> None:
     closed = {"chat_template_kwargs": {"thinks": False}, "seed": 2}
     [choice] = told(thinking, **closed, response_format=form, tools=None)
     jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
-    # Where nobody has opened it, it may be left out.
+    # The answer may leave reasoning out where nobody has opened it.
     [choice] = told(thinking, seed=2, response_format=form, tools=None, temperature=0)
     jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
     [choice] = told(thinking, seed=2, tool_choice=NAMED, temperature=0)
@@ -327,7 +327,7 @@ def test_marks_that_are_special_tokens(
         assert choice["token_ids"][0] == ids[mark]
         checked(choice["message"]["tool_calls"][0])
         assert len(choice["message"]["tool_calls"]) == 1
-        # Nothing binds it without `strict`: its text has the mark, which is no call.
+        # Nothing binds the answer without `strict`: its text has the mark, which is no call.
         [choice] = told(web, logit_bias={str(ids[mark]): 1000.0}, max_tokens=3)
         assert choice["message"]["content"] == mark * 3 and choice["finish_reason"] == "length"
         [choice] = told(web, logit_bias={str(ids[mark]): 1000.0}, max_tokens=3, tool_choice="none")

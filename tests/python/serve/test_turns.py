@@ -22,7 +22,7 @@ USER = [{"role": "user", "content": "Weather?"}]
 CITY = {"type": "object", "properties": {"city": {"type": "string", "minLength": 40}}, "required": ["city"],
         "additionalProperties": False}  # fmt: skip
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": CITY}}]
-#: As ChatML's families have it: a role that it does not know is dropped in silence.
+#: ChatML's families write such templates: a role that the template does not know is dropped in silence.
 CLOSED = """{% for m in messages %}{% if m.role == 'system' or m['role'] in ["user", "assistant", 'tool'] -%}
 <{{ m.role }}>{{ m.content }}
 {% endif %}{% endfor %}"""
@@ -78,7 +78,7 @@ def test_arguments_that_are_no_object_reach_the_template_as_text(web: Running, t
     for source in (
         "{% for m in messages %}{% for c in m.tool_calls %}"
         "{% if c.function.arguments is string %}{{ c.function.arguments }}{% endif %}{% endfor %}{% endfor %}",
-        # Of a family whose template goes through them
+        # A family whose template goes through them
         "{% for m in messages %}{% for c in m.tool_calls %}"
         "{% for name, value in c.function.arguments | items %}{{ value }}{% endfor %}{% endfor %}{% endfor %}",
     ):

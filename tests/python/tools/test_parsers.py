@@ -283,7 +283,7 @@ def test_text_without_calls_stays_as_it_is(dialect: str) -> None:
 
 
 def split(text: str, inside: bool) -> tuple[str, str]:
-    """What a parser of reasoning must say, of the whole text."""
+    """Return what a parser of reasoning must say of the whole text."""
     start, end, space = "<think>", "</think>", " \t\n\r"
     if not inside:
         if not text.lstrip(space).startswith(start):

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _GRACE = 30.0  # seconds for a process that was killed to be gone
-_LONGEST = TIMEOUT_MAX / 2  # of a wait for a thread, which Python bounds
+_LONGEST = TIMEOUT_MAX / 2  # longest wait for a thread, which Python bounds
 _AT_EXIT = 5.0  # seconds that the end of the process waits for the step that runs
 _RUNNING: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -49,14 +49,15 @@ class AsyncLLM:
     """An `LLM` in a thread or a process of its own, for any number of event loops.
 
     Args:
-        model: as `LLM` takes it; or an `LLM`, which nobody else may use until `aclose`, and which stays open then.
-        draft, options: as `LLM` takes them.
-        process: whether the engine gets a process of its own. Then event loops and the engine do not wait for each
-            other's interpreter, and a crash of the engine is not theirs; it costs a second start of Python. It takes
-            the number of threads that this process has.
+        model: a model as `LLM` takes it; or an `LLM`, which nobody else may use until `aclose`, and which stays open
+            then.
+        draft, options: options as `LLM` takes them.
+        process: true to give the engine a process of its own. Then event loops and the engine do not wait for each
+            other's interpreter, and a crash of the engine does not end the event loops' process. A second start of
+            Python is the price. The engine's process takes the number of threads that this process has.
         max_waiting: most requests that wait for a place in the batch.
         max_waiting_tokens: most prompt tokens of those; one request may always wait, whatever its length.
-        pool_threads: that render conversations and tokenise.
+        pool_threads: number of threads that render conversations and tokenise.
 
     The model is loaded here, which takes as long as `LLM` takes: in a loop that others use, call it in a thread.
 
@@ -119,7 +120,7 @@ class AsyncLLM:
         self._pool = ThreadPoolExecutor(pool_threads, thread_name_prefix="specrs-prompts")
         desk.inbox = worker.inbox
         worker.thread.start()
-        # An engine that nobody closes ends with the last who knows it, or with the process.
+        # An engine that nobody closes ends with the last object that refers to it, or with the process.
         _RUNNING.add(worker)
         self._finalizer = weakref.finalize(self, _abandon, worker)
         self._finalizer.atexit = False
@@ -131,13 +132,13 @@ class AsyncLLM:
 
         Args:
             prompt: a text, token ids, or what `chat_prompt` gives.
-            params: as in `LLM.generate`.
+            params: the same as in `LLM.generate`.
 
         Raises:
             EngineOverloadedError: too much waits already; nothing was started.
             EngineClosedError: `aclose` was called.
             EngineFailedError: the engine cannot go on.
-            ConfigError, PoolExhaustedError: as `LLM.add`.
+            ConfigError, PoolExhaustedError: the same errors as of `LLM.add`.
         """
         return await _taken(await self.enqueue(prompt, params))
 
@@ -147,10 +148,11 @@ class AsyncLLM:
         From here on the engine may work on the request, so that whoever counts what it generates has the stream.
 
         Args:
-            prompt, params: as in `submit`.
+            prompt, params: the same as in `submit`.
 
         Raises:
-            EngineOverloadedError, EngineClosedError, EngineFailedError, ConfigError: as `submit`, of what is known
+            EngineOverloadedError, EngineClosedError, EngineFailedError, ConfigError: the same errors as of `submit`, as
+                far as they are known
             before the engine has seen the request.
         """
         ids = prompt.token_ids if isinstance(prompt, TokenizedPrompt) else prompt
@@ -177,10 +179,11 @@ class AsyncLLM:
     async def chat(
         self, messages: Messages, params: SamplingParams | None = None, **options: Any
     ) -> AsyncGenerator[StreamEvent, None]:
-        """As `generate`, of one conversation, by options of `specrs.chat.ChatTemplates.render`.
+        """Generate one conversation's answer as `generate` does; options are those of
+        `specrs.chat.ChatTemplates.render`.
 
         Raises:
-            ChatTemplateError: as `LLM.chat`.
+            ChatTemplateError: the same errors as of `LLM.chat`.
         """
         queued = await self._enqueue(lambda: self._llm.chat_prompt(messages, **options), params)
         with closing(await _taken(queued)) as stream:
@@ -188,11 +191,11 @@ class AsyncLLM:
                 yield event
 
     async def chat_prompt(self, messages: Messages, **options: Any) -> TokenizedPrompt:
-        """As `LLM.chat_prompt`, in the pool."""
+        """Return what `LLM.chat_prompt` returns, worked out in the pool of threads."""
         return await self._pooled(lambda: self._llm.chat_prompt(messages, **options))
 
     async def encode(self, text: str) -> list[int]:
-        """As `LLM.encode`, in the pool."""
+        """Return what `LLM.encode` returns, worked out in the pool of threads."""
         return await self._pooled(lambda: self._llm.encode(text))
 
     async def _pooled(self, work: Callable[[], _T]) -> _T:
@@ -229,11 +232,11 @@ class AsyncLLM:
 
     @property
     def healthy(self) -> bool:
-        """Whether requests can be served: the engine's thread is there, and its device and ledger are sound."""
+        """True if requests can be served: the engine's thread is there, and its device and ledger are sound."""
         return self._worker.thread.is_alive() and self._worker.fatal is None and not self._desk.closing
 
     def stats(self) -> ServingStats:
-        """How it goes. Any thread may ask at any time, and waits for nothing."""
+        """Return figures of the engine's work. Any thread may call this at any time, and waits for nothing."""
         worker, began = self._worker, self._worker.step_began
         return ServingStats(
             engine=worker.stats,
@@ -247,8 +250,8 @@ class AsyncLLM:
 
     @contextmanager
     def watching_steps(self, watch: StepWatch) -> Iterator[None]:
-        """Within the context, call ``watch`` with each `Step` that read or wrote tokens: in a thread which it must not
-        keep waiting, nor raise."""
+        """Within the context, call ``watch`` with each `Step` that read or wrote tokens, in a thread; ``watch`` must
+        neither make it wait nor raise."""
         self._worker.watchers.append(watch)
         try:
             yield
@@ -256,27 +259,27 @@ class AsyncLLM:
             self._worker.watchers.remove(watch)
 
     async def audit(self) -> dict[str, int]:
-        """As `LLM.audit`, between two steps, after every abort of before."""
+        """Run `LLM.audit` between two steps, after every abort that came before."""
         slot = self._desk.ask(asyncio.get_running_loop(), self._worker)
         found: dict[str, int] = await slot.answered()
         return found
 
     @property
     def chat_templates(self) -> ChatTemplates:
-        """As `LLM.chat_templates`."""
+        """Chat templates of the model, as `LLM.chat_templates`."""
         return self._llm.chat_templates
 
     @property
     def llm(self) -> LLM | RemoteLLM:
-        """The engine itself, for what never changes: `LLM.device`, `LLM.numerics`, `LLM.default_sampling`. Whatever
-        steps, adds or aborts is the thread's alone; where the engine has a process, it is not there."""
+        """The engine itself, for values that never change: `LLM.device`, `LLM.numerics`, `LLM.default_sampling`. Only
+        the thread may step, add or abort; an engine in a process of its own lacks these calls here."""
         return self._llm
 
     def __repr__(self) -> str:
         return f"AsyncLLM({self._llm!r}, {'closed' if self._desk.closing else f'{self._desk.waiting} waiting'})"
 
     async def aclose(self, *, drain: bool = True, timeout: float = 30.0, grace: float = 30.0) -> None:
-        """Refuse new requests, finish those that there are, free the engine.
+        """Refuse new requests, finish the present ones, free the engine.
 
         Args:
             drain: let requests run to their ends; else abort them.
@@ -285,7 +288,7 @@ class AsyncLLM:
             grace: seconds beyond that for the step that runs, at least 0.
 
         Raises:
-            ConfigError: a timeout or a grace that is none; nothing was closed.
+            ConfigError: an invalid timeout or grace; nothing was closed.
             TimeoutError: the step went on beyond the grace; the thread ends by itself once it is over. An engine's
                 process is killed instead.
         """
@@ -293,13 +296,13 @@ class AsyncLLM:
             if isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds >= 0:
                 raise ConfigError(f"{name} = {seconds!r}: must be a number of seconds, at least 0")
         if self._desk.forked:
-            return  # it is not this process that has the engine
+            return  # this process does not have the engine
         wait = min(float(timeout), _LONGEST) if drain else 0.0
         self._desk.close(wait)
         thread = self._worker.thread
         await asyncio.get_running_loop().run_in_executor(None, thread.join, min(wait + grace, _LONGEST))
         if thread.is_alive() and isinstance(self._worker, EngineProcess):
-            self.kill()  # it hangs, and need not
+            self.kill()  # the process hangs, and need not
             await asyncio.get_running_loop().run_in_executor(None, thread.join, _GRACE)
         if thread.is_alive():
             raise TimeoutError(f"the engine's step went on for {grace:g} seconds after the time to drain")
@@ -307,7 +310,7 @@ class AsyncLLM:
         self._pool.shutdown(wait=False)
 
     def kill(self) -> None:
-        """Give the engine up at once, whatever it is at: its requests get EngineFailedError.
+        """Give the engine up at once, whatever it does: its requests get EngineFailedError.
 
         Its process ends. A thread cannot be ended from outside: it ends once its step is over.
         """
@@ -336,17 +339,18 @@ class RequestStream:
 
     @property
     def times(self) -> RequestTimes:
-        """When the request came, left the queue, had its first token, ended; as far as it did."""
+        """Times at which the request came, left the queue, had its first token, ended; as far as it did."""
         return self._slot.times
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """What has ended of the request's ``n`` so far, read or not. Where a pass failed, what there was by then."""
+        """Outputs of the request's ``n`` that have ended so far, read or not. Where a pass failed, those that had ended
+        by then."""
         return list(self._slot.outputs.values())
 
     @property
     def over(self) -> bool:
-        """Whether the request has ended, or the stream was closed."""
+        """True if the request has ended, or the stream was closed."""
         return self._slot.over.is_set()
 
     async def taken(self) -> None:
@@ -367,7 +371,7 @@ class RequestStream:
         return event
 
     async def output(self) -> RequestOutput:
-        """What the request gives in the end, ``n`` of them as its `RequestOutput.outputs`.
+        """Wait for the request's end, and return its output; ``n`` of them are its `RequestOutput.outputs`.
 
         Raises:
             ConfigError: an event with the output has been read already.
@@ -388,7 +392,7 @@ class RequestStream:
         self._slot.end()
 
     async def aclose(self) -> None:
-        """As `close`."""
+        """Close the stream, as `close` does."""
         self.close()
 
     async def __aenter__(self) -> RequestStream:
@@ -398,7 +402,7 @@ class RequestStream:
         self.close()
 
     def __del__(self) -> None:
-        self._engine._desk.abort(self._slot)  # which takes no lock: the garbage collector runs anywhere
+        self._engine._desk.abort(self._slot)  # takes no lock: the garbage collector runs anywhere
 
 
 async def _taken(stream: RequestStream) -> RequestStream:
@@ -412,7 +416,7 @@ async def _taken(stream: RequestStream) -> RequestStream:
 
 
 def _abandon(worker: Engine) -> None:
-    """Nobody closed the engine, and nobody can any more."""
+    """End a worker whose engine nobody closed, and nobody can close any more."""
     worker.inbox.put(Shutdown(time.monotonic()))
 
 

@@ -30,11 +30,11 @@ _COMPILERS = 2  # threads
 
 
 class Child:
-    """Between the socket and the worker.
+    """Passes messages between the socket and the worker.
 
     Args:
         wire: to the process that started this one.
-        llm: whose requests come from there.
+        llm: the engine that runs the requests from there.
     """
 
     def __init__(self, wire: Connection, llm: LLM) -> None:
@@ -42,13 +42,13 @@ class Child:
         self._sending, self._lock = threading.Lock(), threading.Lock()
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="specrs-grammars")
         self._compiling: set[int] = set()  # keys of requests whose grammar is being compiled
-        self._held: dict[int, Any] = {}  # by key: compiled, for a request that the worker has not seen yet
+        self._held: dict[int, Any] = {}  # by key: compiled grammars, for requests that the worker has not seen yet
         self._made: list[Step] = []
         self.worker = Worker(llm, self.tell, close=True)
         self.worker.watchers.append(self._made.append)
 
     def take(self, message: Sealed | Abort | Audit | Shutdown) -> None:
-        """What came: for the worker, once the grammar of a request is there; no step waits for that."""
+        """Pass a message to the worker, a request once its grammar is there; no step waits for that."""
         if isinstance(message, Sealed):
             try:
                 add = message.opened()
@@ -74,13 +74,13 @@ class Child:
 
     def _compile(self, message: Add, form: StructuredOutputs) -> None:
         if message.key not in self._compiling:
-            return  # nobody wants it any more
+            return  # no longer wanted
         held, error = None, None
         try:
             held = self._llm._grammars.held(form)
         except Exception as refusal:
             error = refusal
-        except BaseException as panic:  # of the compiler
+        except BaseException as panic:  # a panic of the compiler
             error = RuntimeError(str(panic))
         with self._lock:
             if message.key not in self._compiling:
@@ -93,7 +93,7 @@ class Child:
         self._send([News(message.key, error=error or EngineClosedError())], [])
 
     def tell(self, news: list[News]) -> None:
-        """As `Worker` calls it."""
+        """Send news to the other process; `Worker` calls this."""
         if self._held:
             with self._lock:
                 for one in news:
@@ -105,16 +105,16 @@ class Child:
     def _send(self, news: list[News], made: list[Step]) -> None:
         worker = self.worker
         try:
-            with self._sending:  # what is told later is no older
+            with self._sending:  # so that news come in order
                 fatal = None if worker.fatal is None else Told.of(worker.fatal)
                 turn = Turn(packed(news), worker.stats, worker.steps, worker.last_step, fatal, made)
                 self._wire.send_bytes(dumps(turn))
         except OSError:
-            pass  # who would read is gone, which `_listen` notices
+            pass  # the reader is gone, which `_listen` notices
 
 
 def main(handle: int) -> None:
-    """Be the engine at the other end of a socket, until the end."""
+    """Run the engine at the other end of a socket, until the end."""
     os.set_inheritable(handle, False)
     wire = Connection(handle)
     made: Future[Child] = Future()
@@ -147,7 +147,7 @@ def main(handle: int) -> None:
 
 
 def _listen(wire: Connection, made: Future[Child]) -> None:
-    """Take what comes, until nobody is there to send it. The process does not outlive this thread."""
+    """Take messages until the sender is gone. The process does not outlive this thread."""
     try:
         while True:
             data = wire.recv_bytes()

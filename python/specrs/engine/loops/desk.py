@@ -1,4 +1,5 @@
-"""Between the event loops of an `AsyncLLM` and its engine: who waits for what, and how news gets to its reader."""
+"""Stands between the event loops of an `AsyncLLM` and its engine: which requests wait, and how news reaches their
+readers."""
 
 from __future__ import annotations
 
@@ -27,15 +28,15 @@ _SLICE = 16  # readers that a loop wakes in one turn: with 0.1 ms of work each, 
 
 @dataclass(eq=False)
 class Slot:
-    """What one request has for its reader. Its loop alone touches what is not said to be the desk's.
+    """State of one request for its reader. Only the reader's loop touches fields that are not said to be the desk's.
 
     Attributes:
-        loop: of the reader.
-        times: of the request, as last told.
-        key, tokens, waits, sent: of the desk: number, tokens of the prompt, whether it counts as waiting, whether the
-            engine knows of it.
+        loop: event loop of the reader.
+        times: times of the request, as last told.
+        key, tokens, waits, sent: fields of the desk: the request's number, the tokens of its prompt, whether it counts
+            as waiting, whether the engine knows of it.
         held: a grammar, until the engine has the request.
-        outputs: those that ended, by index.
+        outputs: outputs that ended, by index.
         over: set at the end.
     """
 
@@ -48,18 +49,19 @@ class Slot:
     held: Any = None
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    _events: dict[int, list[StreamEvent]] = field(default_factory=dict)  # by the output's index
+    _events: dict[int, list[StreamEvent]] = field(default_factory=dict)  # keyed by the output's index
     _answer: Any = None
     _error: Exception | None = None
     _told: bool = False
-    _known: bool = False  # by the engine, as a request
+    _known: bool = False  # true once the engine knows the request
     _ended: bool = False
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def put(self, news: News) -> None:
-        """What the worker tells. Events that wait are joined, so that there are few: each at least twice the next."""
+        """Take news from the worker. Events that wait are joined, so that there are few: each at least twice the
+        next."""
         if self._ended:
-            return  # nobody reads
+            return  # no reader
         self._told, self.held = True, None
         if news.times is not None:
             self._known, self.times = True, news.times
@@ -79,7 +81,7 @@ class Slot:
         self._wake.set()
 
     def end(self) -> None:
-        """Nobody reads any more."""
+        """Drop everything: nobody reads any more."""
         self._events.clear()
         self._error = None
         self._end()
@@ -90,7 +92,8 @@ class Slot:
         self.over.set()
 
     async def taken(self) -> None:
-        """Wait until the engine has the request; raise why it has not. What it met later is for who reads."""
+        """Wait until the engine has the request; raise the reason if it has not. Later errors of the request are raised
+        to its reader."""
         while not self._told:
             await self._wake.wait()
         if not self._known:
@@ -102,7 +105,7 @@ class Slot:
         return self._answer
 
     async def next(self) -> StreamEvent | None:
-        """What came since the last event; ``None`` behind the end."""
+        """Return what came since the last event; ``None`` behind the end."""
         if asyncio.get_running_loop() is not self.loop:
             raise ConfigError("this stream belongs to another event loop: read it in the one that submitted it")
         while True:
@@ -121,9 +124,10 @@ class Slot:
 
 
 class Desk:
-    """Between event loops and the worker: who waits for what. Its methods may be called from any thread."""
+    """Stands between event loops and the worker, and knows which requests wait. Its methods may be called from any
+    thread."""
 
-    inbox: Any  # of the worker, or of the process
+    inbox: Any  # inbox of the worker, or of the process
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -168,14 +172,15 @@ class Desk:
             return slot
 
     def lose(self, error: BaseException | None) -> None:
-        """The engine is gone, for this reason or as it was told: whoever still waits for something hears so."""
+        """Note that the engine is gone, for this reason or the one that was told; everybody who still waits gets the
+        error."""
         with self._lock:
             keys = list(self._slots)
         self.tell([News(k, error=EngineClosedError() if error is None else EngineFailedError(error)) for k in keys])
 
     @property
     def forked(self) -> bool:
-        """Whether this is not the process that made the engine, but a fork, which lacks the engine's thread."""
+        """True if this is not the process that made the engine, but a fork, which lacks the engine's thread."""
         return os.getpid() != self._process
 
     def _check_process(self) -> None:
@@ -196,12 +201,12 @@ class Desk:
         return slot
 
     def abort(self, slot: Slot) -> None:
-        """End a request; what comes of it is told."""
+        """End a request; its outcome is told."""
         if slot.key in self._slots:
             self.inbox.put(Abort(slot.key))
 
     def leave(self, slot: Slot) -> None:
-        """Nobody reads a request any more: it is nobody's, and ends."""
+        """End a request that nobody reads any more."""
         with self._lock:
             known = self._slots.pop(slot.key, None) is not None
             if known:
@@ -210,7 +215,7 @@ class Desk:
             self.inbox.put(Abort(slot.key))
 
     def _enters(self, slot: Slot) -> None:
-        """It waits no more."""
+        """Count a request as no longer waiting."""
         if slot.waits:
             slot.waits = False
             self.waiting -= 1
@@ -223,7 +228,7 @@ class Desk:
             self.inbox.put(Shutdown(time.monotonic() + wait))
 
     def tell(self, news: list[News]) -> None:
-        """Hand every loop what is new of its requests, in one call each. For the worker's thread."""
+        """Hand every loop the news of its requests, in one call each. For the worker's thread."""
         hands: dict[asyncio.AbstractEventLoop, list[tuple[Slot, News]]] = defaultdict(list)
         with self._lock:
             for one in news:
@@ -244,7 +249,7 @@ class Desk:
 
 
 class _Hand:
-    """Hands one loop what is new, a slice in each of its turns.
+    """Hands one loop its news, a slice in each of its turns.
 
     Every hand wakes a reader, whose work a loop does before it looks at timers and sockets again: a step of hundreds of
     requests, handed over at once, would hold all else up for as long as all their readers take.
@@ -255,7 +260,7 @@ class _Hand:
         self._handing = False
 
     def take(self, some: Iterable[tuple[Slot, News]]) -> None:
-        """For the loop: what is new."""
+        """Take news, on the loop."""
         self._news.extend(some)
         if not self._handing:
             self._handing = True

@@ -1,6 +1,5 @@
-"""An engine in a process of its own, as its starter has it: it stands for a `Worker`, and for the `LLM` where values
-never change.
-"""
+"""An engine in a process of its own, as its starter sees it: it stands for a `Worker`, and for the `LLM` where values
+never change."""
 
 from __future__ import annotations
 
@@ -47,9 +46,9 @@ class EngineProcess:
     """A process with an engine; to an `AsyncLLM` what a `Worker` is.
 
     Args:
-        options: as `LLM` takes them, ``model`` and ``draft`` among them.
-        tell: called by a thread with what is new, as a `Worker` calls it.
-        lost: called by that thread at the end, with why the process is gone; ``None``: it was told to end.
+        options: options as `LLM` takes them, ``model`` and ``draft`` among them.
+        tell: called by a thread with news, as a `Worker` calls it.
+        lost: called by that thread at the end, with the reason why the process is gone; ``None``: it was told to end.
 
     Raises:
         What `LLM` raises.
@@ -90,12 +89,13 @@ class EngineProcess:
         self.facts: Facts = told.facts
         self.stats: EngineStats = told.stats
         self.steps, self.last_step = 0, 0.0
-        #: As `Worker.fatal`.
+        #: The error that the engine cannot go on from, as `Worker.fatal`.
         self.fatal: BaseException | None = None
         self.watchers: list[StepWatch] = []
         self._owed: set[int] = set()  # keys of requests and questions that the engine has not ended
-        self._told_at = 0.0  # when it last told something, or was first asked for something, on the monotonic clock
-        #: Whether the process is there no more.
+        # Time when the process last told something, or was first asked for something, on the monotonic clock.
+        self._told_at = 0.0
+        #: True once the process is there no more.
         self.gone = False
         self._closing = False
         self.inbox = _Outbox(self)
@@ -104,12 +104,12 @@ class EngineProcess:
 
     @property
     def step_began(self) -> float | None:
-        """Since when the engine has something to do and has told nothing, on the monotonic clock."""
+        """Time, on the monotonic clock, since when the engine has something to do and has told nothing."""
         return self._told_at if self._owed else None
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Id of the process."""
         return self._process.pid
 
     def _listen(self) -> None:
@@ -120,7 +120,7 @@ class EngineProcess:
                 self._turn(loads(self._wire.recv_bytes()))
         except (EOFError, OSError):
             pass
-        except BaseException as error:  # nobody may wait for ever
+        except BaseException as error:  # so that no reader waits for ever
             self.fatal = self.fatal or error
             self._process.kill()
         self.inbox.stop()
@@ -145,8 +145,8 @@ class EngineProcess:
         self._tell(news)
 
     def kill(self) -> None:
-        """End the process at once, whatever it is at. Waits for nothing where there is a reader, who sees its end: the
-        handler of a signal may have interrupted somebody who waits."""
+        """End the process at once, whatever it does. Waits for nothing where there is a reader, which sees the process
+        end: the handler of a signal may have interrupted a caller that waits."""
         self._process.kill()
         if self.thread.ident is None:
             self._process.wait()
@@ -172,7 +172,8 @@ class EngineProcess:
 
 
 class _Outbox:
-    """What goes to the engine, by a thread that may wait for the socket. ``put`` may be called from anywhere."""
+    """Messages on their way to the engine, sent by a thread that may wait for the socket. Any thread may call
+    ``put``."""
 
     def __init__(self, engine: EngineProcess) -> None:
         self._engine = engine
@@ -182,7 +183,7 @@ class _Outbox:
         """Send it, after all before it.
 
         Raises:
-            ConfigError: of a request, what cannot go to another process.
+            ConfigError: a part of a request cannot go to another process.
         """
         data = _travels("prompt, params", message)
         self._engine.sent(message)
@@ -205,10 +206,11 @@ class _Outbox:
 
 
 def _travels(what: str, message: object) -> bytes:
-    """A message as it goes to the process. Raises ConfigError, by what it is of, where it cannot."""
+    """Return a message in the form that goes to the process. Raises ConfigError, with the name of the operand, if it
+    cannot."""
     try:
         return dumps(Sealed.of(message) if isinstance(message, Add) else message)
-    except Exception as error:  # of a type's own, too
+    except Exception as error:  # a type may raise errors of its own, too
         why = f"{what}: cannot go to the engine's process: {error}"
         raise ConfigError(f"{why}; process = False (engine_process = False) takes them") from None
 
@@ -222,18 +224,18 @@ def _started(handle: int) -> subprocess.Popen[bytes]:
 
 
 def _forked(engine: EngineProcess | None) -> None:
-    """In a fork of this process, which must not keep the engine alive."""
+    """Let go of the engine in a fork of this process, which must not keep it alive."""
     if engine is not None and not engine.gone:
         engine._wire.close()
 
 
 class RemoteLLM(Tokenizing):
-    """What there is here of an engine in another process: what never changes of it, its tokenizer and its templates.
+    """The part of an engine in another process that is here: its unchanging facts, its tokenizer and its templates.
 
     Attributes:
         config, vocab_size, default_sampling, stated_sampling, numerics, device, budget, speculative,
-        max_tokens_per_round: as `LLM` has them.
-        pid: of the process.
+        max_tokens_per_round: the same as in `LLM`.
+        pid: id of the process.
     """
 
     def __init__(self, engine: EngineProcess) -> None:
@@ -249,7 +251,7 @@ class RemoteLLM(Tokenizing):
 
     @property
     def closed(self) -> bool:
-        """Whether the process is gone."""
+        """True if the process is gone."""
         return self._engine.gone
 
     def __repr__(self) -> str:

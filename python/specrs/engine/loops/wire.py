@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _KNOWN = ("specrs", "builtins", "torch")  # packages whose errors both processes have
 _Bare = tuple[int, int, int, list[int], list[tuple[str, bool]]]
-"""Of an event that is tokens and their text alone: key, request, index, tokens, pieces."""
+"""An event that is tokens and their text alone, as a tuple: key, request, index, tokens, pieces."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Start:
     """The engine that is wanted.
 
     Attributes:
-        options: as `LLM` takes them, ``model`` and ``draft`` among them.
-        threads: of the CPU kernels.
-        torch_threads: of torch.
+        options: options as `LLM` takes them, ``model`` and ``draft`` among them.
+        threads: threads of the CPU kernels.
+        torch_threads: threads of torch.
     """
 
     options: Mapping[str, Any]
@@ -47,12 +47,13 @@ class Start:
 
 @dataclass(frozen=True)
 class Facts:
-    """What never changes of an engine; each as `LLM` has it.
+    """Facts of an engine that never change; each as `LLM` has it.
 
     Attributes:
-        directory: of the model's files.
-        name: of the engine, for people.
-        config: its attention backend by name, and without drafters that are objects: those are the process's own.
+        directory: directory of the model's files.
+        name: name of the engine, for people.
+        config: configuration of the engine, with the attention backend by name, and without drafters that are objects:
+            those stay in the engine's process.
     """
 
     directory: Path
@@ -69,7 +70,7 @@ class Facts:
 
     @classmethod
     def of(cls, llm: LLM) -> Facts:
-        """Of an engine whose model came from files."""
+        """Take the facts of an engine whose model came from files."""
         name = Capabilities.of(llm.config.backend).name
         drafters = llm.config.drafters
         config = replace(
@@ -101,11 +102,11 @@ class Refused:
 
 @dataclass(slots=True)
 class Turn:
-    """What one turn of the engine's thread gave.
+    """Results of one turn of the engine's thread.
 
     Attributes:
-        news: as `packed` has them.
-        stats, steps, last_step, fatal: as the `Worker` has them.
+        news: news in the form that `packed` returns.
+        stats, steps, last_step, fatal: the fields of the `Worker` of these names.
         made: the step that it made, where it read or wrote a token.
     """
 
@@ -151,7 +152,7 @@ def _unadorned(prompt: Any) -> Any:
 
 @dataclass(frozen=True)
 class Told:
-    """An error as it travels: its type, made without its constructor, whose arguments nobody knows."""
+    """An error as it travels: its type, made without the constructor, whose arguments are unknown."""
 
     kind: type[BaseException]
     args: tuple[Any, ...]
@@ -203,7 +204,7 @@ def packed(news: Iterable[News]) -> list[News | _Bare]:
 
 
 def unpacked(news: Sequence[News | _Bare]) -> list[News]:
-    """What `packed` was given."""
+    """Return the news that `packed` was given."""
     found = []
     for one in news:
         if isinstance(one, tuple):
@@ -216,7 +217,7 @@ def unpacked(news: Sequence[News | _Bare]) -> list[News]:
 
 
 def dumps(message: object) -> bytes:
-    """As it travels."""
+    """Return a message in the form in which it travels."""
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 

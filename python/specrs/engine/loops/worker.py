@@ -1,4 +1,4 @@
-"""The thread that owns an `LLM`: it drains an inbox between steps, and tells once a step what came of everything.
+"""The thread that owns an `LLM`: it drains an inbox between steps, and once a step tells all news.
 
 It knows nothing of event loops, nor of processes. It takes and gives plain values, which `process` carries to another
 process and back.
@@ -30,13 +30,13 @@ _DRAFT_BYTES = 64  # steps between two times of asking every drafting for its me
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did.
+    """Figures of one step.
 
     Attributes:
-        began: on the performance counter.
-        seconds: that it took.
-        tokens: of prompts that it read and outputs that it wrote.
-        gaps: of each output that went on, the seconds since it last did.
+        began: start of the step, on the performance counter.
+        seconds: duration of the step.
+        tokens: number of tokens that the step read of prompts and wrote of outputs.
+        gaps: for each output that went on, the seconds since it last did.
     """
 
     began: float
@@ -60,7 +60,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Abort:
-    """End a request, whose last event tells so; nothing where it has ended."""
+    """Ends a request, whose last event says so; does nothing if the request has ended."""
 
     key: int
 
@@ -74,20 +74,21 @@ class Audit:
 
 @dataclass(frozen=True)
 class Shutdown:
-    """Finish what was added before, until a time on the monotonic clock; then end the rest, and the thread."""
+    """Finishes requests that were added before, until a time on the monotonic clock; then ends the rest, and the
+    thread."""
 
     until: float
 
 
 @dataclass(slots=True)
 class News:
-    """Of one request, or the answer to one question. There is one for each output of a step: it is made quickly.
+    """News of one request, or the answer to one question. Each output of a step makes one, so that making it is cheap.
 
     Attributes:
         key: the sender's.
-        times: of the request so far, a copy; ``None``: as they were.
-        event: its progress; the last one has its output.
-        error: it ended with, or the question did; nothing follows.
+        times: times of the request so far, a copy; ``None``: unchanged.
+        event: progress of the request; the last event has its output.
+        error: error that ended the request or the question; nothing follows.
         answer: to a question.
         done: all of its outputs are there.
     """
@@ -101,13 +102,14 @@ class News:
 
     @property
     def last(self) -> bool:
-        """Whether nothing follows for this key."""
+        """True if nothing follows for this key."""
         return self.done or self.error is not None or self.answer is not None
 
 
 @dataclass
 class _Live:
-    """What was added: the requests of its outputs, which have one id; and which of them have not ended."""
+    """An entry that was added: the requests of its outputs, which share one id, and those of them that have not
+    ended."""
 
     requests: list[Request]
     times: RequestTimes
@@ -116,7 +118,7 @@ class _Live:
 
     @property
     def request_id(self) -> int:
-        """As events name them."""
+        """Id of the request in events."""
         return self.requests[0].request_id
 
     def admit(self) -> bool:
@@ -129,25 +131,24 @@ class Worker:
     """An engine and its thread.
 
     Args:
-        llm: from now on used by the thread alone.
-        tell: called once a step, by the thread, with everything that is new, which may be nothing; it must not wait,
-            nor raise.
-        close: whether the engine is closed at the end.
+        llm: the engine, which from now on only the thread uses.
+        tell: called once a step, by the thread, with all news, perhaps none; it must not wait, nor raise.
+        close: true if the engine is closed at the end.
     """
 
     def __init__(self, llm: LLM, tell: Callable[[list[News]], None], close: bool) -> None:
         self._llm, self._tell, self._close = llm, tell, close
         self.inbox: queue.SimpleQueue[Add | Abort | Audit | Shutdown] = queue.SimpleQueue()
-        self._live: dict[int, _Live] = {}  # by key
-        self._keys: dict[int, int] = {}  # by request id
+        self._live: dict[int, _Live] = {}  # keyed by request key
+        self._keys: dict[int, int] = {}  # keyed by request id
         self._news: list[News] = []
         self._until: float | None = None  # once it shuts down
-        #: What the engine cannot go on from; ``None`` while it can.
+        #: The error that the engine cannot go on from; ``None`` while it can.
         self.fatal: BaseException | None = None
         self.stats: EngineStats = llm.stats()
         self.steps, self.last_step = 0, 0.0
         self.watchers: list[StepWatch] = []
-        self._gaps: list[float] = []  # of the turn
+        self._gaps: list[float] = []  # gaps of this turn
         self._stepped: float | None = None  # when the turn's step began, on the performance counter
         self.step_began: float | None = None  # on the monotonic clock, while one runs
         self.thread = threading.Thread(target=self._run, name="specrs-engine", daemon=True)
@@ -172,7 +173,7 @@ class Worker:
                     self.fatal = self.fatal or error
 
     def _turn(self) -> bool:
-        """Take what came, make a step, tell what is new. Whether there is more to do."""
+        """Take messages, make a step, tell the news. Returns whether there is more to do."""
         self._listen()
         if self._until is not None and self._live and time.monotonic() >= self._until:
             for key in list(self._live):
@@ -193,7 +194,7 @@ class Worker:
         return len(self._live)
 
     def _count(self, before: EngineStats, now: EngineStats) -> None:
-        """Tell whoever looks on what the turn's step read and wrote."""
+        """Tell watchers what the turn's step read and wrote."""
         tokens = now.prefilled + now.generated - before.prefilled - before.generated
         gaps, self._gaps = self._gaps, []
         if tokens > 0 and self._stepped is not None:
@@ -202,7 +203,7 @@ class Worker:
                 watch(step)
 
     def _listen(self) -> None:
-        """Everything in the inbox; waits for it where nothing runs."""
+        """Take everything in the inbox; wait for a message if nothing runs."""
         wait = not self._live and self._until is None
         while True:
             try:
@@ -261,7 +262,7 @@ class Worker:
                 self._news.append(News(key, replace(live.times)))
 
     def _event(self, event: StreamEvent, now: float, error: Exception | None = None) -> int | None:
-        """Tell a request's progress; the key that it has, unless nobody knows the request."""
+        """Tell a request's progress, and return its key; ``None`` if nobody knows the request."""
         key = self._keys.get(event.request_id)
         if key is None:
             return None
@@ -288,7 +289,7 @@ class Worker:
         return key
 
     def _abort(self, key: int) -> None:
-        """End a request. What comes of a round in flight may fail first; then once more."""
+        """End a request. The result of a round in flight may fail first; then try once more."""
         if key not in self._live or self.fatal is not None:
             return
         now = time.perf_counter()
@@ -317,7 +318,7 @@ class Worker:
             self._fail_all(fault)
             return
         scheduler = self._llm._scheduler
-        # No pass failed: what did is common to all that run, or that would enter.
+        # No pass failed: the fault is common to all requests that run, or that would enter.
         for group in (scheduler.passing, scheduler.running, scheduler.waiting[:1]):
             ended = list(dict.fromkeys(r.asked_id for r in group if r.asked_id in self._keys))
             if ended:
@@ -329,7 +330,7 @@ class Worker:
             events = self._ended(request_id)
             if self.fatal is not None:
                 return
-            # One that had ended by itself, in an earlier pass of the step, has its end.
+            # A request that had ended by itself, in an earlier pass of the step, has its end.
             sound = [e for e in events if e.output is not None and e.output.finish_reason is not FinishReason.ABORT]
             broken = [e for e in events if e not in sound] or [StreamEvent(request_id, [], [])][len(events) :]
             now = time.perf_counter()
@@ -339,7 +340,8 @@ class Worker:
                 self._event(event, now, StepFailedError(error, event.output))
 
     def _fault(self, error: Exception) -> BaseException | None:
-        """What the engine cannot go on from: pages that do not add up, a CUDA context that nothing runs in any more."""
+        """Return an error that the engine cannot go on from: pages that do not add up, or a CUDA context in which
+        nothing runs any more."""
         if isinstance(error, LedgerError):
             return error
         return device.broken(self._llm.config.device)
@@ -362,7 +364,8 @@ class Worker:
 
 
 def _when_free(call: Callable[[], _T]) -> _T:
-    """What a call gives, once nobody else is at the engine: an audit of its owner's, say, which is short."""
+    """Return the result of a call that runs once nobody else is at the engine, such as an audit that its owner asks
+    for."""
     while True:
         try:
             return call()

@@ -1,1 +1,1 @@
-"""One request: its tokens and state, what its tokens are drawn by, and what comes out of it."""
+"""One request: its tokens and state, the samplers of its tokens, and its output."""

@@ -22,7 +22,8 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def eos_of(tokenizer: Tokenizer, config: Mapping[str, Any]) -> int | None:
-    """The id of the token that a tokenizer's files say ends a text; ``None`` where they name none that it has.
+    """Return the id of the token that ends a text by a tokenizer's files; ``None`` where they name none that the
+    tokenizer has.
 
     Raises:
         ConfigError: an ``eos_token`` that is no token.
@@ -35,12 +36,12 @@ def add_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], added: Mapping[s
     """Give a tokenizer the tokens that only files beside its own have, and their flags.
 
     Args:
-        tokenizer: of ``tokenizer.json``.
-        config: of `specrs.chat.files.tokenizer_config`.
+        tokenizer: the tokenizer of ``tokenizer.json``.
+        config: the result of `specrs.chat.files.tokenizer_config`.
         added: ids by token, of ``added_tokens.json``.
 
     Raises:
-        ConfigError: a token or an id that is none, by file and key.
+        ConfigError: an invalid token or id, by file and key.
     """
     from tokenizers import AddedToken
 

@@ -14,7 +14,7 @@ class Batch:
 
     Attributes:
         requests: at most ``max_batch``, each once.
-        seqs: their rows of the page table.
+        seqs: the requests' rows of the page table.
         lens: positions that each had committed when the pass began, L.
     """
 
@@ -32,7 +32,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Passed:
-    """What a pass gave one request."""
+    """Results of a pass for one request."""
 
     request: Request
     tokens: list[int]

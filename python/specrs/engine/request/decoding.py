@@ -24,7 +24,7 @@ from specrs.engine.request.token_bytes import BYTE_LEVEL, byte_of, decoder_parts
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_CONTEXT_TOKENS = 8  # of the prompt: enough to tell that its text has begun, and how it ends
+_CONTEXT_TOKENS = 8  # tokens of the prompt: enough to tell that its text has begun, and how it ends
 _NO_CHARACTER = "\ufffd"
 
 _Decode = Callable[[list[str]], str]  # the decoder of a part's chain, by the library
@@ -42,7 +42,7 @@ class Step:
         return ()
 
     def cut(self) -> Iterable[str]:
-        """Settle the bytes that wait for others: those that come belong to another text."""
+        """Settle the bytes that wait for others: the next ones belong to another text."""
         return ()
 
 
@@ -72,7 +72,7 @@ class LastApart(Step):
 
     def __init__(self, decode: _Decode) -> None:
         self._decode = decode
-        self._within = self._last = ""  # of the latest part, what comes behind another part and at the end
+        self._within = self._last = ""  # text of the latest part, if another part comes behind it, and if it is the end
 
     def push(self, part: str) -> Iterable[str]:
         behind = self._within
@@ -101,7 +101,7 @@ class Unrepeated(Step):
 
 
 class Spaced(Step):
-    """No decoder: spaces between tokens."""
+    """No decoder, but spaces between tokens."""
 
     def __init__(self) -> None:
         self._first = True
@@ -112,11 +112,12 @@ class Spaced(Step):
 
 
 class Stripped(Step):
-    """Strip behind a step that makes one text of all parts: it takes up to so many characters off both ends of that."""
+    """A step that strips, behind a step that makes one text of all parts: it takes up to so many characters off both
+    ends of that text."""
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content, self._start, self._stop = content, start, stop
-        self._end = ""  # what `stop` takes if nothing comes behind it
+        self._end = ""  # text that `stop` takes if nothing comes behind it
 
     def push(self, part: str) -> Iterable[str]:
         while self._start and part:
@@ -131,11 +132,11 @@ class Stripped(Step):
 
 
 class ByteLevel(Step):
-    """Bytes written in the byte-level alphabet; a part with any other character stands for itself. UTF-8 that is none
-    reads U+FFFD."""
+    """Bytes written in the byte-level alphabet; a part with any other character stands for itself. Invalid UTF-8 reads
+    U+FFFD."""
 
     def __init__(self) -> None:
-        self._bytes = b""  # of an unfinished character
+        self._bytes = b""  # bytes of an unfinished character
 
     def push(self, part: str) -> Iterable[str]:
         try:
@@ -159,15 +160,15 @@ class ByteFallback(Step):
 
     Attributes:
         run: characters of a run that is UTF-8 so far. One byte more may make U+FFFD of all.
-        grown: whether the latest part has completed one.
+        grown: true if the latest part has completed a character.
     """
 
     def __init__(self) -> None:
         self.run: list[str] = []
         self.grown = False
-        self._bytes = b""  # of an unfinished character
+        self._bytes = b""  # bytes of an unfinished character
         self._count = 0  # bytes of the run
-        self._broken = False  # whether it is no UTF-8
+        self._broken = False  # true if the bytes are no UTF-8
 
     def push(self, part: str) -> Iterable[str]:
         byte = byte_of(part)
@@ -226,7 +227,7 @@ _OF_BYTES: dict[str, Callable[[], Step]] = {"ByteLevel": ByteLevel, "ByteFallbac
 
 
 class TokenDecoder:
-    """What text tokens stand for, by a tokenizer.
+    """Text of tokens, by a tokenizer.
 
     Attributes:
         special: tokens that texts leave out unless they are asked for.
@@ -243,7 +244,8 @@ class TokenDecoder:
         return [make() for make in self._makers]
 
     def name(self, token: int) -> str | None:
-        """As the tokenizer writes a token; ``None`` where it lacks it (a model may have more rows than that)."""
+        """Return a token as the tokenizer writes it; ``None`` where the tokenizer lacks it (a model may have more rows
+        than that)."""
         if token not in self._names:
             self._names[token] = self._tokenizer.id_to_token(token)
         return self._names[token]
@@ -254,7 +256,7 @@ def _makers(tokenizer: Tokenizer) -> list[Callable[[], Step]]:
     if parts is None:
         return [Spaced]
     makers: list[Callable[[], Step]] = []
-    fused = False  # whether all tokens are one part
+    fused = False  # true if all tokens are one part
     for part in parts:
         make = _maker(part, fused)
         if make is None:
@@ -271,7 +273,7 @@ def _maker(part: dict[str, Any], fused: bool) -> Callable[[], Step] | None:
     if fused:
         if kind == "Strip":
             return partial(Stripped, part["content"], part["start"], part["stop"])
-        # One character for another: no part's border lies within it.
+        # The step replaces one character by another: no part's border lies within it.
         single = kind == "Replace" and len(part["pattern"].get("String", "")) == 1
         return partial(Each, _library(part)) if single else None
     if kind in _OF_BYTES:
@@ -280,7 +282,7 @@ def _maker(part: dict[str, Any], fused: bool) -> Callable[[], Step] | None:
 
 
 def _library(part: dict[str, Any]) -> _Decode:
-    """One decoder of a chain, as the library has it."""
+    """Return one decoder of a chain, as the library makes it."""
     from tokenizers import Tokenizer, models
 
     state = json.loads(Tokenizer(models.BPE()).to_str())
@@ -289,14 +291,14 @@ def _library(part: dict[str, Any]) -> _Decode:
 
 
 class Detokenizer:
-    """Text of an output's tokens, piece by piece; none is ever taken back.
+    """Text of an output's tokens, piece by piece; no piece is ever taken back.
 
     Args:
-        decoder: of the tokens.
-        prompt: tokens before them. They decide whether the output begins a text; bytes of theirs that are no whole
-            character stay theirs.
-        skip_special_tokens: leave special tokens out of the text,
-        keep: but for these.
+        decoder: decoder of the tokens.
+        prompt: tokens before the output. They decide whether the output begins a text; their last bytes that are no
+            whole character stay theirs.
+        skip_special_tokens: leave special tokens out of the text.
+        keep: special tokens that stay in the text nonetheless.
     """
 
     def __init__(
@@ -316,7 +318,7 @@ class Detokenizer:
             _through(self._steps[i + 1 :], step.cut())
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """Of a prompt the last tokens that have text."""
+        """Return the last tokens of a prompt that have text."""
         found: list[int] = []
         for token in reversed(prompt):
             if token not in self._dropped and self._decoder.name(token) is not None:
@@ -341,11 +343,11 @@ class Detokenizer:
 
     @property
     def grown(self) -> bool:
-        """Whether the latest token completed a character of `run`."""
+        """True if the latest token completed a character of `run`."""
         return self._run is not None and self._run.grown
 
     def ahead(self) -> str:
-        """The text of `run`; it is not settled by this."""
+        """Return the text of `run`, without settling it."""
         if self._run is None:
             return ""
         behind = self._steps[self._steps.index(self._run) + 1 :]

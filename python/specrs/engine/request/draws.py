@@ -32,12 +32,13 @@ class Draws:
     Args:
         vocab: columns of a row of logits.
         prompt: token ids.
-        params: of the request.
-        seed: of its random numbers.
+        params: parameters of the request.
+        seed: seed of the request's random numbers.
         endings: tokens that would end the output.
-        bad_words: token ids of each bad word, one at least.
-        grammar: what the output must look like.
-        by_path: whether each draw of a round goes by the mask of its own path; else there is the first one's alone.
+        bad_words: token ids of each bad word, at least one.
+        grammar: grammar that the output must follow.
+        by_path: true if each draw of a round goes by the mask of its own path; otherwise the only mask is that of the
+            first draw.
     """
 
     def __init__(
@@ -53,14 +54,14 @@ class Draws:
     ) -> None:
         self._vocab, self._prompt, self._params, self._seed = vocab, list(prompt), params, seed
         told = params.logprobs is not None and params.logprobs_mode == PROCESSED
-        self._largest_alone = params.temperature == 0 and not told  # nobody sees what the others come to
+        self._largest_alone = params.temperature == 0 and not told  # nobody sees the scores of the others
         self._endings = frozenset(token for token in endings if token < vocab)
         self.grammar = None if grammar is None else grammar.start(sorted(self._endings))
-        """How far the output has come in its grammar."""
+        """The grammar's state: how far the output has come in it."""
         self._by_path = by_path
         self._least = params.min_tokens if self._endings else 0  # tokens before one of them
         self._output: list[int] = []
-        self._words: dict[int, list[tuple[int, ...]]] = {}  # those of several tokens, by the last but one
+        self._words: dict[int, list[tuple[int, ...]]] = {}  # words of several tokens, keyed by the last token but one
         for word in dict.fromkeys(map(tuple, bad_words)):
             if len(word) > 1:
                 self._words.setdefault(word[-2], []).append(word)
@@ -73,9 +74,9 @@ class Draws:
         self._penalised = penalised
         self._free = self._sampler(())
         self._early = self._sampler(self._endings) if self._least else self._free
-        self._banned: frozenset[int] = frozenset()  # by the words that the output may be about to complete
+        self._banned: frozenset[int] = frozenset()  # tokens banned by words that the output may be about to complete
         self.sampler = self._early
-        """By which the next token is drawn, and those behind it as far as there is `room`."""
+        """The sampler of the next token, and of those behind it as far as there is `room`."""
 
     def _sampler(self, banned: Collection[int]) -> Sampler:
         p = self._params
@@ -107,16 +108,16 @@ class Draws:
 
     @property
     def varies(self) -> bool:
-        """Whether the next round may begin elsewhere than where this one ends, or draw by another sampler."""
+        """True if the next round may begin elsewhere than where this one ends, or draw by another sampler."""
         return self.grammar is not None or bool(self._words) or len(self._output) < self._least
 
     @property
     def complete(self) -> bool:
-        """Whether nothing can follow: the grammar's text is complete, and no token would end the output."""
+        """True if nothing can follow: the grammar's text is complete, and no token would end the output."""
         return self.grammar is not None and not self._endings and self.grammar.complete
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """These tokens are the output's next ones."""
+        """Add the output's next tokens."""
         self._output += tokens
         if self.grammar is not None:
             with suppress(GrammarFailedError):  # the next draw says so
@@ -133,11 +134,11 @@ class Draws:
             self.sampler = self._early if early else self._free
 
     def standing(self, tokens: Sequence[int], draws: int) -> int:
-        """How many draws of a round stand; the others were made without a ban that holds for them.
+        """Return how many draws of a round stand; the others were made without a ban that holds for them.
 
         Args:
-            tokens: that they gave, in order.
-            draws: as many as tokens, or one more that gave none.
+            tokens: tokens that the draws gave, in order.
+            draws: number of draws: as many as tokens, or one more that gave none.
         """
         if not self._words:
             return draws

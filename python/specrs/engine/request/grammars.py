@@ -1,4 +1,5 @@
-"""Grammars of an engine: compiled once, kept for the requests that ask for them again, and what they force, as drafts.
+"""Grammars of an engine: compiled once, kept for later requests, and the source of drafts where a grammar forces
+tokens.
 
 Compiling belongs to no step: `LLM.add` does it before it queues a request, `AsyncLLM.submit` in its pool.
 """
@@ -21,15 +22,15 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _KEPT = 64  # grammars, those asked for last
-_SURE = 0.95  # of a forced token, before any was seen: the text is forced, its spelling is the model's
-_LAST = 0.6  # of a text's last one, which may go on into what follows
+_SURE = 0.95  # certainty of a forced token, before any was seen: the text is forced, its spelling is the model's
+_LAST = 0.6  # certainty of a text's last token, which may go on into the text that follows
 _BUCKETS = {"token": 0, "text": 1, "last": 2}
 
 _Key = tuple[str, tuple[str, ...], str | None, str | tuple[int, ...] | None]
 
 
 class Grammars:
-    """Those of one engine. Any thread may call it at any time.
+    """Compiled grammars of one engine. Any thread may call it at any time.
 
     Args:
         tokenizer: ``None``: every grammar is refused.
@@ -52,17 +53,17 @@ class Grammars:
         self._held: weakref.WeakValueDictionary[_Key, Future[Grammar]] = weakref.WeakValueDictionary()
 
     def compile(self, wanted: StructuredOutputs) -> Grammar:
-        """The grammar, compiled where nobody has asked for it lately. Who asks for one that another thread compiles
-        waits for that thread.
+        """Return the grammar, compiled if it is not among the latest ones. A caller waits for a thread that compiles
+        the same grammar.
 
         Raises:
-            GrammarError: it is malformed or too large, or there is no tokenizer.
+            GrammarError: the grammar is malformed or too large, or there is no tokenizer.
         """
         return self.held(wanted).result()
 
     def held(self, wanted: StructuredOutputs) -> Future[Grammar]:
-        """As `compile`. As long as somebody has what this returns, the grammar is not compiled again, however many
-        others are asked for meanwhile."""
+        """Compile as `compile` does, and keep the result: as long as somebody has what this returns, the grammar is not
+        compiled again, however many others are asked for meanwhile."""
         if self._tokenizer is None:
             raise refuse(wanted.kind, getattr(wanted, wanted.kind), "the model directory has no tokenizer.json")
         key = self._key(wanted)

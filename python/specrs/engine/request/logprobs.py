@@ -22,12 +22,12 @@ TokenBytes = Callable[[int], bytes]
 
 @dataclass(frozen=True)
 class Logprob:
-    """Of a token at a position.
+    """Log-probability of a token at a position.
 
     Attributes:
         logprob: natural logarithm of its probability.
-        rank: its place among all tokens, 1 for the most probable one; of equal ones the lower id comes first.
-        bytes: of its text, which alone need not be a character; ``None`` without a tokenizer.
+        rank: place of the token among all tokens, 1 for the most probable one; of equal ones the lower id comes first.
+        bytes: bytes of the token's text, which alone need not be a character; ``None`` without a tokenizer.
     """
 
     logprob: float
@@ -36,25 +36,25 @@ class Logprob:
 
     @property
     def decoded_token(self) -> str | None:
-        """Its text, where bytes that are no character alone are U+FFFD."""
+        """Text of the token; bytes that are no character alone are U+FFFD."""
         return None if self.bytes is None else self.bytes.decode("utf-8", "replace")
 
 
 TokenLogprobs = dict[int, Logprob]
-"""Of a position: the token that is there first, then the most probable ones in their order."""
+"""Scores of a position: the token that is there first, then the most probable ones in their order."""
 
 
 def of_rows(
     logits: torch.Tensor, tokens: Sequence[int], most: int, spell: TokenBytes | None = None
 ) -> list[TokenLogprobs]:
-    """Of the token behind each row of logits, float32 [n, vocab] on the host, and the ``most`` probable ones."""
+    """Score the token behind each row of logits, float32 [n, vocab] on the host, and the ``most`` probable ones."""
     return [of_row(row, token, most, spell) for row, token in zip(logits.numpy(), tokens, strict=True)]
 
 
 def of_draws(
     logits: torch.Tensor, tokens: Sequence[int], most: int, sampler: Sampler, spell: TokenBytes | None = None
 ) -> list[TokenLogprobs]:
-    """The same of the distributions that ``sampler`` draws these tokens from, one behind the other. Tokens without a
+    """Score the tokens by the distributions that ``sampler`` draws them from, one behind the other. Tokens without a
     probability are left out."""
     found, row = [], torch.empty(logits.shape[1])
     for i, (model, token) in enumerate(zip(logits, tokens, strict=True)):
@@ -65,7 +65,7 @@ def of_draws(
 
 
 def of_row(row: npt.NDArray[np.float32], token: int, most: int, spell: TokenBytes | None = None) -> TokenLogprobs:
-    """Of a token and the ``most`` probable ones, by a row of logits."""
+    """Score a token and the ``most`` probable ones, by a row of logits."""
     with np.errstate(invalid="ignore"):  # NaN says for itself what is wrong
         x = row.astype(np.float64)
         x -= x.max()

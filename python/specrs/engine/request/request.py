@@ -28,8 +28,8 @@ class TokenizedPrompt:
     """A prompt whose tokens are settled, with the text that they stand for.
 
     Attributes:
-        text: for whoever reads the output; nothing is made of it.
-        token_ids: what the model continues.
+        text: text of the prompt for readers of the output; the engine does not use it.
+        token_ids: tokens that the model continues.
     """
 
     text: str
@@ -37,12 +37,12 @@ class TokenizedPrompt:
 
 
 class FinishReason(str, enum.Enum):
-    """Why a request ended."""
+    """Reason why a request ended."""
 
     STOP = "stop"  # EOS, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the context limit
     ABORT = "abort"  # the caller's wish
-    ERROR = "error"  # it cannot go on; its output has the error
+    ERROR = "error"  # the request cannot go on; its output has the error
 
     def __str__(self) -> str:
         return self.value
@@ -64,41 +64,41 @@ class Usage:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What a finished request gives back.
+    """Result of a finished request.
 
     Attributes:
-        request_id: as ``LLM.add`` returned it.
+        request_id: id that ``LLM.add`` returned.
         prompt: the prompt's text, where it was given as text.
-        prompt_token_ids: its tokens, those that ``truncate_prompt_tokens`` kept.
+        prompt_token_ids: tokens of the prompt that ``truncate_prompt_tokens`` kept.
         token_ids: generated tokens; ends with EOS or the stop token where one ended it.
         text: generated text, without special tokens, cut at a stop string.
         finish_reason: see `FinishReason`.
         stop_reason: the stop string or token id that ended it, else ``None``.
         usage: token counts.
-        params: what the request ran with: its own fields, and the model's where it left them unset.
+        params: parameters that the request ran with: its own fields, and the model's where it left them unset.
         seed: the seed that sampling used.
         rounds: decoding rounds (target passes after the prompt's).
         accepted_lengths: ``accepted_lengths[n]`` rounds yielded n tokens, bonus token included.
         drafted: per token of ``token_ids``, whether it was an accepted draft token.
         seconds: wall time from the request's admission (the first, where it was preempted) to its end; 0 for one that
             was aborted while it waited.
-        error: with ``finish_reason`` ``"error"``, why the request could not go on: a `NonFiniteError` whose ``request``
-            is the request's id, ``position`` the absolute position of the token that could not be drawn, ``index`` the
-            token id of the first bad logit; or a `GrammarFailedError`, with ``request``, ``position`` and ``why``.
-            Tokens and text are those before it, else ``None``.
-        draft_error: why the draft head was given up for this request, whose tokens do not depend on it; ``None`` where
-            it was not. Fields as in ``error``.
-        index: which of the prompt's ``n`` outputs this is.
-        logprobs: per token of ``token_ids``, by token id: of the token itself first, then of the most probable ones;
-            ``None`` where they were not asked for.
+        error: with ``finish_reason`` ``"error"``, the reason why the request could not go on: a `NonFiniteError` whose
+            ``request`` is the request's id, ``position`` the absolute position of the token that could not be drawn,
+            ``index`` the token id of the first bad logit; or a `GrammarFailedError`, with ``request``, ``position`` and
+            ``why``. Tokens and text are those before that. Else ``None``.
+        draft_error: reason why the draft head was given up for this request, whose tokens do not depend on it; ``None``
+            where the head was not given up. Fields as in ``error``.
+        index: number of this output among the prompt's ``n`` outputs.
+        logprobs: scores by token id for each token of ``token_ids``: first the token itself, then the most probable
+            ones; ``None`` where they were not asked for.
         prompt_logprobs: the same per token of the prompt, ``None`` for its first; shorter where the request ended
             before its prompt was read.
-        drafting_rounds: of ``rounds``, those that verified drafts.
-        proposed: draft tokens that they verified, whatever became of them.
-        accepted_drafts: ``accepted_drafts[n]`` rounds kept n draft tokens; where a stop ends a round among them, those
-            up to it.
+        drafting_rounds: number of ``rounds`` that verified drafts.
+        proposed: draft tokens that those rounds verified, accepted or not.
+        accepted_drafts: ``accepted_drafts[n]`` rounds kept n draft tokens; if a stop ends a round among its drafts,
+            those up to the stop.
         cumulative_logprob: sum of the log-probabilities of ``token_ids``; ``None`` without ``logprobs``.
-        others: of a prompt's output 0 from ``LLM.generate``, those behind it.
+        others: outputs behind output 0 of the prompt, in that output alone, from ``LLM.generate``.
     """
 
     request_id: int
@@ -164,7 +164,7 @@ class StreamEvent:
 
     @classmethod
     def joined(cls, events: Sequence[StreamEvent]) -> StreamEvent | None:
-        """One event in place of successive ones of a request's output; ``None`` in place of none."""
+        """Join successive events of a request's output into one; ``None`` for no events."""
         if len(events) < 2:
             return events[0] if events else None
         tokens, pieces = [t for e in events for t in e.token_ids], [p for e in events for p in e.pieces]
@@ -176,12 +176,12 @@ class StreamEvent:
 
 @dataclass(frozen=True)
 class Committed:
-    """What one commit kept: output, usage and metrics all read this."""
+    """Tokens and text that one commit kept: output, usage and metrics all read this."""
 
-    kept: int  # of the tokens offered
+    kept: int  # number of offered tokens that were kept
     pieces: list[tuple[str, bool]]
     finished: bool
-    logprobs: list[TokenLogprobs] | None = None  # of what was kept
+    logprobs: list[TokenLogprobs] | None = None  # scores of the kept tokens
     rounds: tuple[Round, ...] = ()  # the one that it was, where the request is traced
 
 
@@ -218,9 +218,9 @@ class Request:
     leader: Request | None = None  # the first one of a prompt's requests, where this is another
     index: int = 0  # among them
     arrival: int = 0  # among the scheduler's requests
-    started: float | None = None  # when it was admitted first, on the performance counter
+    started: float | None = None  # time when it was admitted first, on the performance counter
 
-    row: KvSequence | None = None  # of the page table, while admitted
+    row: KvSequence | None = None  # row of the page table, while admitted
     committed: int = 0  # target KV valid on [0, committed)
     cached_tokens: int = 0
     draft_shared: int = 0  # positions of draft KV that the prefix cache had at its admission
@@ -234,19 +234,21 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: NonFiniteError | GrammarFailedError | None = None
-    logprobs: list[TokenLogprobs] | None = None  # of the output, where they are wanted
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # of the prompt's tokens so far, where they are wanted
+    logprobs: list[TokenLogprobs] | None = None  # scores of the output, where they are wanted
+    # Scores of the prompt's tokens so far, where they are wanted.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     _last: float = 0.0  # when its last tokens came, where it is traced
 
-    # Draft state: the target's features of positions whose draft KV is not written yet, and what the last
-    # draft_extend gave for the root, of which the executor alone knows what it is.
+    # Draft state: the target's features of positions whose draft KV is not written yet, and the last result of
+    # draft_extend for the root, whose form only the executor knows.
     pending: list[Features] = field(default_factory=list)
-    lag: int = 0  # their positions
+    lag: int = 0  # number of their positions
     draft_from: int = 0  # first position of the draft KV in use, of a page's beginning: what is before is never read
     root: object | None = None
-    followed: bool = True  # by the draft head; once false, the head drafts for the request no more
-    draft_error: NonFiniteError | None = None  # why it is not, where that is a fault
-    _draft_kept: int = 0  # where it is not, or began behind them: positions from 0 on whose draft KV is sound
+    followed: bool = True  # true while the head drafts for the request; once false, it stays false
+    draft_error: NonFiniteError | None = None  # the fault that ended drafting by the head, if a fault did
+    # If not followed, or if `draft_from` is behind them: positions from 0 on whose draft KV is sound.
+    _draft_kept: int = 0
 
     @classmethod
     def create(
@@ -310,17 +312,17 @@ class Request:
 
     @property
     def held(self) -> bool:
-        """Whether it waits for its prompt's first request to be prefilled."""
+        """True if the request waits for its prompt's first request to be prefilled."""
         return self.leader is not None and self.leader.produced == 0 and self.leader.finish_reason is None
 
     @property
     def sampler(self) -> Sampler:
-        """By which the next round draws."""
+        """The sampler by which the next round draws."""
         return self.draws.sampler
 
     @property
     def needs_sync(self) -> bool:
-        """Whether its next round can begin only once what this one gave has been looked at."""
+        """True if the request's next round can begin only once the result of this round has been looked at."""
         return self.logprobs is not None or self.draws.varies
 
     @property
@@ -337,7 +339,7 @@ class Request:
 
     @property
     def ready(self) -> bool:
-        """Whether everything before the root is prefilled, so that the request decodes."""
+        """True if everything before the root is prefilled, so that the request decodes."""
         return self.committed >= self.prefill_target
 
     @property
@@ -374,7 +376,8 @@ class Request:
         return self.prompt_len - 1 if known is None else len(known) - 1
 
     def scored_rows(self, count: int) -> range:
-        """Of the next ``count`` positions of prefill, those whose logits say log-probabilities of the prompt."""
+        """Return which of the next ``count`` positions of prefill have logits that give log-probabilities of the
+        prompt."""
         return range(max(self.unscored - self.committed, 0), min(count, self.prompt_len - 1 - self.committed))
 
     def commit(
@@ -440,7 +443,7 @@ class Request:
     def _traced(
         self, tree: DraftTree | None, kept: Sequence[int], drafts: int, pieces: Sequence[tuple[str, bool]]
     ) -> tuple[Round, ...]:
-        """What a commit that kept these tokens, of so many drafts, tells of its round; nothing of a prefill."""
+        """Return the trace of a round whose commit kept these tokens, of so many drafts; nothing for a prefill."""
         last, self._last = self._last, time.perf_counter()
         if tree is None:
             return ()
@@ -450,13 +453,13 @@ class Request:
         return (Round(tree.tokens, tree.parents, accepted, own, seconds, *told),)
 
     def event(self, tokens: Sequence[int], committed: Committed) -> StreamEvent:
-        """What a commit tells the user."""
+        """Return the event that tells the user of a commit."""
         output = self.output() if committed.finished else None
         scored, rounds = committed.logprobs, committed.rounds
         return StreamEvent(self.asked_id, list(tokens), committed.pieces, output, self.index, scored, rounds)
 
     def abort(self) -> list[tuple[str, bool]]:
-        """End the request as the caller wishes; what was held back is released."""
+        """End the request as the caller wishes; held text is released."""
         self._finish(FinishReason.ABORT, None)
         pieces = self._flush(may_stop=False)
         self.text.extend(text for text, _ in pieces)
@@ -477,7 +480,7 @@ class Request:
         self.root = None
 
     def oldest(self, count: int) -> list[Features]:
-        """Of the features that wait, those of the first ``count`` positions."""
+        """Return the waiting features of the first ``count`` positions."""
         some: list[Features] = []
         for features in self.pending:
             if count <= 0:
@@ -510,7 +513,7 @@ class Request:
         self.lag = 0
 
     def forget_features(self) -> None:
-        """Drop what the draft head was to run over, and what it last gave."""
+        """Drop the features that the draft head was to run over, and its last result."""
         self.drop_pending()
         self.root = None
 
@@ -522,7 +525,7 @@ class Request:
         self.forget_features()
 
     def _stuck(self, error: GrammarFailedError) -> GrammarFailedError:
-        """As `_named`."""
+        """Return the error for a request whose grammar is stuck, named as `_named` does."""
         position = len(self.tokens)
         named = GrammarFailedError(f"request {self.asked_id}: grammar: {error.why} at position {position}")
         named.kind, named.why = error.kind, error.why
@@ -546,7 +549,7 @@ class Request:
         return self.produced >= self.params.min_tokens
 
     def _flush(self, may_stop: bool) -> list[tuple[str, bool]]:
-        """Text still held back. A stop string that ends in it ends the request, whatever else would have."""
+        """Release the held text. A stop string that ends in it ends the request, whatever else would have ended it."""
         if self.spoken is None:
             return []
         rest, hit = self.spoken.finish(may_stop)
@@ -556,7 +559,7 @@ class Request:
         return [(rest, False)] if rest else []
 
     def output(self) -> RequestOutput:
-        """What the user gets."""
+        """Return the output for the user."""
         assert self.finish_reason is not None
         generated = self.tokens[self.prompt_len :]
         scored, prompt = self.logprobs, self.prompt_logprobs
@@ -592,6 +595,6 @@ class Request:
 
 
 def _count(histogram: list[int], value: int) -> None:
-    """One more of a value."""
+    """Count one more of a value."""
     histogram.extend([0] * (value + 1 - len(histogram)))
     histogram[value] += 1

@@ -1,4 +1,4 @@
-"""From tokens to an output's text, a token at a time, up to the first stop string."""
+"""Makes an output's text from its tokens, a token at a time, up to the first stop string."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class OutputText:
     """The text of one output, in pieces: released as soon as neither a later token nor a stop string can change it.
 
     Args:
-        detokenizer: of the output's tokens, at its beginning.
+        detokenizer: detokenizer of the output's tokens, at its beginning.
         stop: strings that end the text.
-        include: whether the text keeps the one that ended it.
+        include: true if the text keeps the stop string that ended it.
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str], include: bool) -> None:
@@ -37,8 +37,8 @@ class OutputText:
         return released, hit
 
     def finish(self, may_stop: bool = True) -> tuple[str, str | None]:
-        """What was held back, once no more tokens come: unfinished characters, and beginnings of stop strings that came
-        to nothing. A stop string may be completed here, too."""
+        """Return the text that was held back, once no more tokens come: unfinished characters, and beginnings of stop
+        strings that came to nothing. A stop string may be completed here, too."""
         released, hit = self._stops.push(self._tokens.finish(), may_stop)
         return released + (self._stops.finish() if hit is None else ""), hit
 
@@ -58,10 +58,12 @@ class StopMatcher:
         if not self._stop:
             return piece, None
         window, old = self._held + piece, max(len(self._held), self._skipped)
-        # What is held may be a whole one, which came when nothing might stop and begins a longer one: it ends nothing.
+        # The held text may be a whole stop string, which came when nothing might stop and begins a longer one: it ends
+        # nothing.
         hits = [(at + len(s), at, s) for s in self._stop if (at := window.find(s, max(old - len(s) + 1, 0))) >= 0]
         if hits and may_stop:
-            # What ends first was completed first; of two that end together, the longer one (it begins earlier).
+            # The string that ends first was completed first; of two that end together, take the longer one (it begins
+            # earlier).
             end, at, s = min(hits)
             self._held = ""
             return window[: end if self._include else at], s
@@ -71,11 +73,11 @@ class StopMatcher:
         return window[:released], None
 
     def skip(self, more: int) -> None:
-        """No stop string ends within what has come so far, nor within as many characters more."""
+        """Note that no stop string ends within the text so far, nor within as many characters more."""
         self._skipped = len(self._held) + more
 
     def ends(self, text: Sequence[str]) -> bool:
-        """Whether a stop string would end with the last of these characters, if they came next."""
+        """Return whether a stop string would end with the last of these characters, if they came next."""
         if not self._stop:
             return False
         tail = "".join(text[-self._longest :])
@@ -84,7 +86,7 @@ class StopMatcher:
         return any(tail.endswith(s) for s in self._stop)
 
     def finish(self) -> str:
-        """What was held back, once no more text comes."""
+        """Return the text that was held back, once no more text comes."""
         rest, self._held = self._held, ""
         return rest
 

@@ -37,7 +37,7 @@ class TokenTable:
         self._known: dict[int, bytes] = {}
 
     def __call__(self, token: int) -> bytes:
-        """Of a token; none where the tokenizer lacks it (a model may have more rows than that)."""
+        """Return the bytes of a token; none where the tokenizer lacks it (a model may have more rows than that)."""
         found = self._known.get(token)
         if found is None:
             found = self._known[token] = self._spelled(token)

@@ -22,11 +22,11 @@ class DraftTree:
     """A tree that a round verified, of one request.
 
     Attributes:
-        tokens: of each node; node 0, the root, is the request's last token of before.
-        parents: of each node, -1 for the root; parents stand before their children.
+        tokens: token of each node; node 0, the root, is the request's last token of before.
+        parents: parent of each node, -1 for the root; parents stand before their children.
         path: nodes of the accepted path behind the root, in order.
-        sources: names of those that drafted.
-        proposed: of each node, which of them did: a bit each, the first name's is 1; empty where there is one name.
+        sources: names of the sources that drafted.
+        proposed: sources that proposed each node: a bit each, the first name's is 1; empty where there is one name.
     """
 
     tokens: Sequence[int]
@@ -46,7 +46,7 @@ class DraftTree:
         elif len(sources) < 2:
             proposed = ()
         some = [i for i in range(len(sources)) if not proposed or any(bits >> i & 1 for bits in proposed)]
-        if proposed and len(some) < len(sources):  # those that drafted nothing here have no bit
+        if proposed and len(some) < len(sources):  # sources that drafted nothing here have no bit
             proposed = [sum(1 << j for j, i in enumerate(some) if bits >> i & 1) for bits in proposed]
             proposed = proposed if len(some) > 1 else ()
         names = tuple(sources[i] for i in some)
@@ -58,14 +58,16 @@ class Round:
     """One round of a request, as `StreamEvent.rounds` has it.
 
     Attributes:
-        tokens, parents: of each node of the tree that was verified, root first; a root alone where nothing was drafted.
-        accepted: nodes of the path whose tokens became output, in order, without the root; those behind a stop do not
+        tokens, parents: token and parent of each node of the tree that was verified, root first; a root alone where
+            nothing was drafted.
+        accepted: nodes of the path whose tokens became output, in order, without the root; nodes behind a stop do not
             count, as in `RequestOutput.drafted`.
         own: the token behind them that the target drew itself; ``None`` where the output ended before it, or where it
             is to be drawn again (``bad_words``).
-        seconds: since the request's tokens before these came; whatever else the engine did meanwhile is in it.
-        sources: names of those that drafted, as `LLM` has them (``drafters``); ``"grammar"`` for what one forces.
-        proposed: of each node, which of them did: a bit each, the first name's is 1; empty where there is one name.
+        seconds: time since the request's tokens before these came, other work of the engine included.
+        sources: names of the sources that drafted, as `LLM` has them (``drafters``); ``"grammar"`` for tokens that a
+            grammar forces.
+        proposed: sources that proposed each node: a bit each, the first name's is 1; empty where there is one name.
         pieces: the text that it released, as `StreamEvent.pieces`.
     """
 
@@ -90,7 +92,8 @@ class Round:
 
 
 def trees_of(trees: TreeBatch, wanted: Sequence[int], paths: Sequence[Sequence[int]], source: str) -> list[DraftTree]:
-    """Those of some requests of a batch, which one source drafted. paths: of all requests, with their roots."""
+    """Return the trees of some requests of a batch, which one source drafted. paths: of all requests, with their
+    roots."""
     tokens, parents = from_dlpack(trees.tokens), from_dlpack(trees.parents)
     firsts = [0]
     for size in trees.sizes:
