@@ -2067,7 +2067,7 @@ class _DeviceTable:
 @final
 class _RoundRing:
     """Pinned memory by which the host learns what rounds found, without a synchronisation: `slots` slots (a power of
-    two, at least 2) on CUDA device `ordinal`, for rounds of `batch` lanes that find `words` int32 words. Round r has
+    two, at least 2) on CUDA device `ordinal`, for rounds of `batch` seats that find `words` int32 words. Round r has
     slot r % slots; its first round is 0. Round r can be read until round r + slots - 1 has ended.
     """
 
@@ -2080,7 +2080,7 @@ class _RoundRing:
 
     @property
     def batch(self) -> int:
-        """Lanes of a round."""
+        """Seats of a round."""
 
     @property
     def words(self) -> int:
@@ -2096,12 +2096,12 @@ class _RoundRing:
 
     @property
     def live(self) -> int:
-        """Word of a slot: live lanes."""
+        """Word of a slot: live seats."""
 
     @property
     def exit(self) -> int:
-        """Word of a slot: why no further round should follow, 0 for no reason. Bits: 1 a live lane is done, 2 a
-        lane's target scores were NaN, 4 a root's draft scores give no distribution, 8 an access was recorded that
+        """Word of a slot: why no further round should follow, 0 for no reason. Bits: 1 a live seat is done, 2 a
+        seat's target scores were NaN, 4 a root's draft scores give no distribution, 8 an access was recorded that
         the host has not read, 16 the host asked, 32 the rounds of the launch are used up.
         """
 
@@ -2166,11 +2166,11 @@ def _device_round_end(
     handle: SupportsIndex,
     stream: _Stream,
 ) -> None:
-    """End a round, in one launch: lanes advance to what verification found or become done, and the round's slot of
+    """End a round, in one launch: seats advance to what verification found or become done, and the round's slot of
     `ring` gets the lengths and depths that the round used and a copy of `found` (int32 [words]). All tensors are
     int32. `accepts` (`RoundFound`): offsets [B + 1], tokens, new_lens, roots, faults, sound [B], live (its last
-    element counts). `limits` (`LaneLimits`): the committed length at which a lane has ended, the deepest level
-    wanted, stop tokens [B * places], places used. `state` (`LaneState`), in and out: lens, roots, depths, done [B].
+    element counts). `limits` (`SeatLimits`): the committed length at which a seat has ended, the deepest level
+    wanted, stop tokens [B * places], places used. `state` (`SeatState`), in and out: lens, roots, depths, done [B].
     `control` [4], zeros at first: rounds ended, rounds left of the launch, exit bits, the kernel's own. `handle` of
     the conditional node whose body this is captured into, or 0.
     """

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use super::arg::detached;
 use super::dlpack::{Call, DType};
 use crate::error::Error;
-use crate::round::round_end::{LaneLimits, LaneState, RingLayout, RoundFound, Signals, end_round};
+use crate::round::round_end::{RingLayout, RoundFound, SeatLimits, SeatState, Signals, end_round};
 
 /// A tensor argument.
 type Arg<'a, 'py> = &'a Bound<'py, PyAny>;
@@ -22,7 +22,7 @@ pub(super) struct FoundArrays<'py> {
     pub(super) live: Bound<'py, PyAny>,
 }
 
-/// How far lanes go: `LaneLimits` there.
+/// How far seats go: `SeatLimits` there.
 #[derive(FromPyObject)]
 pub(super) struct LimitArrays<'py> {
     pub(super) limits: Bound<'py, PyAny>,
@@ -31,7 +31,7 @@ pub(super) struct LimitArrays<'py> {
     pub(super) stop_counts: Bound<'py, PyAny>,
 }
 
-/// Where lanes are: `LaneState` there.
+/// Where seats are: `SeatState` there.
 #[derive(FromPyObject)]
 pub(super) struct StateArrays<'py> {
     pub(super) lens: Bound<'py, PyAny>,
@@ -108,13 +108,13 @@ pub(super) fn _round_end<'py>(
             sound: sound.line()?,
             live: count,
         };
-        let limits = LaneLimits {
+        let limits = SeatLimits {
             limits: limits.line()?,
             caps: caps.line()?,
             stops: stops.line()?,
             stop_counts: stop_counts.line()?,
         };
-        let mut state = LaneState {
+        let mut state = SeatState {
             lens: lens.slice(&batch)?,
             roots: roots_now.slice(&batch)?,
             depths: depths.slice(&batch)?,

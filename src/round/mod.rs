@@ -12,7 +12,7 @@
 //! | [`philox`] | the random number of a position | | every draw |
 //! | `weight` | the integer weight of a token, and what top-p, min-p and a draw make of it | | every draw |
 //! | [`Accepts`] | the accepted path and the tokens of each request | verification | `plan`, which commits it |
-//! | [`round_end`] | what becomes of each lane, and where a ring has a round's results | the end of a round | the next round, the host |
+//! | [`round_end`] | what becomes of each seat, and where a ring has a round's results | the end of a round | the next round, the host |
 //!
 //! ```
 //! use specrs::host::{sample::Sampler, verify::Verifier};

@@ -1,15 +1,15 @@
-//! The end of a round: the next state of each lane, and the slot of a ring by which the host learns of it.
+//! The end of a round: the next state of each seat, and the slot of a ring by which the host learns of it.
 //!
 //! `cuda/round_end.cu` does on the device what [`end_round`] and [`RingLayout::publish`] do here, to the bit.
 
 use crate::bounds::MAX_BATCH;
 use crate::error::{Error, Result, in_range, same_length};
 
-/// Bit of [`RoundEnd::exit`]: a live lane is done.
+/// Bit of [`RoundEnd::exit`]: a live seat is done.
 pub const EXIT_DONE: u32 = 1;
-/// Bit of [`RoundEnd::exit`]: a lane's target scores were no numbers.
+/// Bit of [`RoundEnd::exit`]: a seat's target scores were no numbers.
 pub const EXIT_NAN: u32 = 2;
-/// Bit of [`RoundEnd::exit`]: the draft scores of a lane's root give no distribution.
+/// Bit of [`RoundEnd::exit`]: the draft scores of a seat's root give no distribution.
 pub const EXIT_UNSOUND: u32 = 4;
 /// Bit of [`RoundEnd::exit`]: an access was skipped and recorded, and the host has not read it yet.
 pub const EXIT_FAULT: u32 = 8;
@@ -22,7 +22,7 @@ pub const EXIT_BUDGET: u32 = 32;
 pub const SEQUENCE_AT: usize = 0;
 /// Word of a slot: the round's number (modulo 2^32).
 pub const ROUND_AT: usize = 1;
-/// Word of a slot: live lanes.
+/// Word of a slot: live seats.
 pub const LIVE_AT: usize = 2;
 /// Word of a slot: [`RoundEnd::exit`].
 pub const EXIT_AT: usize = 3;
@@ -30,7 +30,7 @@ pub const EXIT_AT: usize = 3;
 pub const CONTINUES_AT: usize = 4;
 /// First of two words of a slot: when the round was published, in nanoseconds of the device's clock, the low word first.
 pub const TIME_AT: usize = 6;
-/// Words of a slot before the lanes' lengths; those not named above are 0.
+/// Words of a slot before the seats' lengths; those not named above are 0.
 pub const HEADER_WORDS: usize = 16;
 
 /// A slot begins at a multiple of these words: a line of memory, so that no two rounds write one line.
@@ -58,7 +58,7 @@ pub struct RingLayout {
 }
 
 impl RingLayout {
-    /// A ring of `slots` slots for rounds of `batch` lanes that find `words` words.
+    /// A ring of `slots` slots for rounds of `batch` seats that find `words` words.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] or [`Error::Invalid`] for `slots` that are no power of two from 2 on, and for what int32 does
@@ -81,7 +81,7 @@ impl RingLayout {
         self.slots
     }
 
-    /// Lanes.
+    /// Seats.
     pub fn batch(&self) -> usize {
         self.batch
     }
@@ -185,12 +185,12 @@ impl RingLayout {
     }
 }
 
-/// Results of verification, for each lane.
+/// What verification found, of each seat.
 #[derive(Debug, Clone, Copy)]
 pub struct RoundFound<'a> {
-    /// First entry of each lane in `tokens`, and the end of the last one's: `[batch + 1]`.
+    /// First entry of each seat in `tokens`, and the end of the last one's: `[batch + 1]`.
     pub offsets: &'a [i32],
-    /// Tokens drawn along each accepted path; a lane's last is its new root.
+    /// Tokens drawn along each accepted path; a seat's last is its new root.
     pub tokens: &'a [i32],
     /// Committed length with the accepted nodes: `[batch]`.
     pub new_lens: &'a [i32],
@@ -198,35 +198,35 @@ pub struct RoundFound<'a> {
     pub roots: &'a [i32],
     /// Not 0 if the target's scores were no numbers: `[batch]`.
     pub faults: &'a [i32],
-    /// Sound draft steps, 0 where the root's draft scores give no distribution: `[batch]`; read of lanes that draft.
+    /// Sound draft steps, 0 where the root's draft scores give no distribution: `[batch]`; read of seats that draft.
     pub sound: &'a [i32],
-    /// Live lanes.
+    /// Live seats.
     pub live: i32,
 }
 
 /// Limits under which a request is decoded, which no round changes.
 #[derive(Debug, Clone, Copy)]
-pub struct LaneLimits<'a> {
+pub struct SeatLimits<'a> {
     /// Committed length from which on the request has ended: `[batch]`.
     pub limits: &'a [i32],
     /// Deepest level of drafts that is wanted: `[batch]`.
     pub caps: &'a [i32],
-    /// Tokens that end a request, as many places for each lane: `[batch * places]`.
+    /// Tokens that end a request, as many places for each seat: `[batch * places]`.
     pub stops: &'a [i32],
-    /// Number of its places that each lane uses: `[batch]`.
+    /// How many of its places each seat uses: `[batch]`.
     pub stop_counts: &'a [i32],
 }
 
 /// State at a round's beginning, `[batch]` each; the round's end makes it that of the next round.
 #[derive(Debug)]
-pub struct LaneState<'a> {
+pub struct SeatState<'a> {
     /// Committed lengths.
     pub lens: &'a mut [i32],
     /// Tokens of the roots.
     pub roots: &'a mut [i32],
-    /// Depth to which each lane drafts, 0 for not at all.
+    /// How deep each seat drafts, 0 for not at all.
     pub depths: &'a mut [i32],
-    /// Not 0 if a lane has ended, and repeats its root alone.
+    /// Not 0 for a seat that has ended, and repeats its root alone.
     pub done: &'a mut [i32],
 }
 
@@ -244,7 +244,7 @@ pub struct Signals {
 /// Decisions of [`end_round`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct RoundEnd {
-    /// Live lanes, within the batch.
+    /// Live seats, within the batch.
     pub live: i32,
     /// Reasons why no further round should follow: `EXIT_` bits, 0 for no reason.
     pub exit: u32,
@@ -252,23 +252,23 @@ pub struct RoundEnd {
     pub continues: bool,
     /// Rounds of the launch that are left.
     pub left: Option<i32>,
-    /// Errors of lanes whose numbers were refused: [`Error::OutOfBounds`]. These lanes are done.
+    /// What was wrong with seats whose numbers were refused: [`Error::OutOfBounds`]. They are done.
     pub refused: Vec<Error>,
 }
 
-/// Advance each live lane to what verification found, or end it.
+/// Advance each live seat to what verification found, or end it.
 ///
-/// A live lane that is not done and has no fault advances: its length, its root, and as many levels of drafts as are wanted
+/// A live seat that is not done and has no fault advances: its length, its root, and as many levels of drafts as are wanted
 /// and as fit before its limit. It becomes done, and keeps length and root, where a token of its path ends it, where its
-/// new length reaches the limit, where the target's scores were no numbers, or where its numbers make no sense. A lane
-/// that is done drafts nothing. Dead lanes stay as they are.
+/// new length reaches the limit, where the target's scores were no numbers, or where its numbers make no sense. A seat
+/// that is done drafts nothing. Dead seats stay as they are.
 ///
 /// # Errors
 /// [`Error::Mismatch`] for arrays of other lengths; nothing has changed then.
 pub fn end_round(
     found: &RoundFound<'_>,
-    limits: &LaneLimits<'_>,
-    state: &mut LaneState<'_>,
+    limits: &SeatLimits<'_>,
+    state: &mut SeatState<'_>,
     signals: Signals,
 ) -> Result<RoundEnd> {
     let batch = state.lens.len();
@@ -294,23 +294,23 @@ pub fn end_round(
         refused.push(outside("live", -1, found.live.into(), batch as i64 + 1));
     }
     let live = found.live.clamp(0, batch as i32) as usize;
-    for lane in 0..live {
-        if state.done[lane] != 0 {
+    for seat in 0..live {
+        if state.done[seat] != 0 {
             exit |= EXIT_DONE;
-            state.depths[lane] = 0;
+            state.depths[seat] = 0;
             continue;
         }
-        if state.depths[lane] > 0 && found.sound[lane] == 0 {
+        if state.depths[seat] > 0 && found.sound[seat] == 0 {
             exit |= EXIT_UNSOUND;
         }
-        let ends = if found.faults[lane] != 0 {
+        let ends = if found.faults[seat] != 0 {
             exit |= EXIT_NAN;
             true
         } else {
-            match entries(found, limits, state, lane, places) {
+            match entries(found, limits, state, seat, places) {
                 Ok(tokens) => {
-                    let stops = &limits.stops[lane * places..][..limits.stop_counts[lane] as usize];
-                    tokens.iter().any(|t| stops.contains(t)) || found.new_lens[lane] >= limits.limits[lane]
+                    let stops = &limits.stops[seat * places..][..limits.stop_counts[seat] as usize];
+                    tokens.iter().any(|t| stops.contains(t)) || found.new_lens[seat] >= limits.limits[seat]
                 }
                 Err(error) => {
                     refused.push(error);
@@ -320,13 +320,13 @@ pub fn end_round(
         };
         if ends {
             exit |= EXIT_DONE;
-            state.done[lane] = 1;
-            state.depths[lane] = 0;
+            state.done[seat] = 1;
+            state.depths[seat] = 0;
         } else {
-            state.lens[lane] = found.new_lens[lane];
-            state.roots[lane] = found.roots[lane];
+            state.lens[seat] = found.new_lens[seat];
+            state.roots[seat] = found.roots[seat];
             // The new length is at least 1 and less than the limit.
-            state.depths[lane] = limits.caps[lane].min(limits.limits[lane] - found.new_lens[lane] - 1).max(0);
+            state.depths[seat] = limits.caps[seat].min(limits.limits[seat] - found.new_lens[seat] - 1).max(0);
         }
     }
     if signals.recorded || !refused.is_empty() {
@@ -342,31 +342,31 @@ pub fn end_round(
     Ok(RoundEnd { live: live as i32, exit, continues: left.is_some() && exit == 0, left, refused })
 }
 
-/// The tokens of a lane's path, where its numbers make sense.
+/// The tokens of a seat's path, where its numbers make sense.
 fn entries<'a>(
     found: &RoundFound<'a>,
-    limits: &LaneLimits<'_>,
-    state: &LaneState<'_>,
-    lane: usize,
+    limits: &SeatLimits<'_>,
+    state: &SeatState<'_>,
+    seat: usize,
     places: usize,
 ) -> Result<&'a [i32]> {
-    let (begin, end, capacity) = (found.offsets[lane], found.offsets[lane + 1], found.tokens.len() as i64);
+    let (begin, end, capacity) = (found.offsets[seat], found.offsets[seat + 1], found.tokens.len() as i64);
     if begin < 0 || i64::from(begin) > capacity || end < 0 || i64::from(end) > capacity {
         let index = if begin < 0 || i64::from(begin) > capacity { begin } else { end };
-        return Err(outside("accepted path", lane as i64, index.into(), capacity + 1));
+        return Err(outside("accepted path", seat as i64, index.into(), capacity + 1));
     }
     if end <= begin {
-        return Err(outside("offsets (decreasing)", lane as i64, end.into(), capacity + 1));
+        return Err(outside("offsets (decreasing)", seat as i64, end.into(), capacity + 1));
     }
-    let (len, new_len) = (state.lens[lane], found.new_lens[lane]);
+    let (len, new_len) = (state.lens[seat], found.new_lens[seat]);
     let want = i64::from(len) + i64::from(end - begin);
     if len < 0 || i64::from(new_len) != want {
         let index = if len < 0 { len } else { new_len };
-        return Err(outside("new lengths (length plus accepted nodes)", lane as i64, index.into(), want + 1));
+        return Err(outside("new lengths (length plus accepted nodes)", seat as i64, index.into(), want + 1));
     }
-    let stops = limits.stop_counts[lane];
+    let stops = limits.stop_counts[seat];
     if stops < 0 || stops as usize > places {
-        return Err(outside("stop tokens", lane as i64, stops.into(), places as i64 + 1));
+        return Err(outside("stop tokens", seat as i64, stops.into(), places as i64 + 1));
     }
     Ok(&found.tokens[begin as usize..end as usize])
 }

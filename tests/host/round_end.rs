@@ -1,15 +1,15 @@
-//! The end of a round: lanes advance or end, and a ring tells its reader which rounds it has.
+//! The end of a round: seats advance or end, and a ring tells its reader which rounds it has.
 
 use proptest::prelude::*;
 use specrs::Error;
 use specrs::round::round_end::{
-    EXIT_ASKED, EXIT_BUDGET, EXIT_DONE, EXIT_FAULT, EXIT_NAN, EXIT_UNSOUND, HEADER_WORDS, LaneLimits, LaneState,
-    RingLayout, RoundEnd, RoundFound, SEQUENCE_AT, Signals, SlotState, end_round,
+    EXIT_ASKED, EXIT_BUDGET, EXIT_DONE, EXIT_FAULT, EXIT_NAN, EXIT_UNSOUND, HEADER_WORDS, RingLayout, RoundEnd,
+    RoundFound, SEQUENCE_AT, SeatLimits, SeatState, Signals, SlotState, end_round,
 };
 
-/// One lane of a round, with what is meant to be wrong with it.
+/// One seat of a round, with what is meant to be wrong with it.
 #[derive(Debug, Clone)]
-struct Lane {
+struct Seat {
     len: i32,
     root: i32,
     depth: i32,
@@ -26,11 +26,11 @@ struct Lane {
 
 const PLACES: usize = 3;
 
-fn lane() -> impl Strategy<Value = Lane> {
+fn seat() -> impl Strategy<Value = Seat> {
     let state = (0..50i32, 0..9i32, 0..5i32, prop::bool::weighted(0.2));
     let found = (prop::bool::weighted(0.1), 0..3i32, prop::collection::vec(0..9i32, 1..6), 0..20i32);
     let under = (0..70i32, 0..6i32, prop::collection::vec(0..9i32, 0..=PLACES));
-    (state, found, under).prop_map(|((len, root, depth, done), (nan, sound, tokens, skew), (limit, cap, stops))| Lane {
+    (state, found, under).prop_map(|((len, root, depth, done), (nan, sound, tokens, skew), (limit, cap, stops))| Seat {
         len,
         root,
         depth,
@@ -57,14 +57,14 @@ struct Arrays {
 }
 
 impl Arrays {
-    fn of(lanes: &[Lane]) -> Self {
-        let each = |f: &dyn Fn(&Lane) -> i32| lanes.iter().map(f).collect::<Vec<i32>>();
+    fn of(seats: &[Seat]) -> Self {
+        let each = |f: &dyn Fn(&Seat) -> i32| seats.iter().map(f).collect::<Vec<i32>>();
         let mut offsets = vec![0];
-        for lane in lanes {
-            offsets.push(offsets[offsets.len() - 1] + lane.tokens.len() as i32);
+        for seat in seats {
+            offsets.push(offsets[offsets.len() - 1] + seat.tokens.len() as i32);
         }
         Self {
-            tokens: lanes.iter().flat_map(|l| l.tokens.clone()).chain([7, 7]).collect(),
+            tokens: seats.iter().flat_map(|l| l.tokens.clone()).chain([7, 7]).collect(),
             found: [
                 each(&|l| l.len + l.tokens.len() as i32 + l.skew),
                 each(&|l| l.tokens[l.tokens.len() - 1]),
@@ -72,7 +72,7 @@ impl Arrays {
                 each(&|l| l.sound),
             ],
             limits: [each(&|l| l.limit), each(&|l| l.cap)],
-            stops: lanes
+            stops: seats
                 .iter()
                 .flat_map(|l| (0..PLACES).map(|i| l.stops.get(i).copied().unwrap_or(-1)).collect::<Vec<_>>())
                 .collect(),
@@ -86,9 +86,9 @@ impl Arrays {
         let [new_lens, roots, faults, sound] = &self.found;
         let found = RoundFound { offsets: &self.offsets, tokens: &self.tokens, new_lens, roots, faults, sound, live };
         let [limits, caps] = &self.limits;
-        let limits = LaneLimits { limits, caps, stops: &self.stops, stop_counts: &self.stop_counts };
+        let limits = SeatLimits { limits, caps, stops: &self.stops, stop_counts: &self.stop_counts };
         let [lens, roots, depths, done] = &mut self.state;
-        end_round(&found, &limits, &mut LaneState { lens, roots, depths, done }, signals)
+        end_round(&found, &limits, &mut SeatState { lens, roots, depths, done }, signals)
     }
 
     fn state_of(&self, i: usize) -> [i32; 4] {
@@ -97,21 +97,21 @@ impl Arrays {
 }
 
 proptest! {
-    /// Each lane's fate is its own, and the exit bits are those of the live lanes and of the signals.
+    /// Each seat's fate is its own, and the exit bits are those of the live seats and of the signals.
     #[test]
-    fn lanes_advance_end_or_stay(
-        lanes in prop::collection::vec(lane(), 1..9),
+    fn seats_advance_end_or_stay(
+        seats in prop::collection::vec(seat(), 1..9),
         dead in 0..9usize,
         asked: bool,
         recorded: bool,
         left in prop::option::of(-1..4i32),
     ) {
-        let mut arrays = Arrays::of(&lanes);
-        let live = lanes.len() - dead.min(lanes.len());
+        let mut arrays = Arrays::of(&seats);
+        let live = seats.len() - dead.min(seats.len());
         let end = arrays.end(live as i32, Signals { asked, recorded, left }).unwrap();
         let mut want = 0;
         let mut nonsense = 0;
-        for (i, l) in lanes.iter().enumerate() {
+        for (i, l) in seats.iter().enumerate() {
             let new_len = l.len + l.tokens.len() as i32;
             let ended = [l.len, l.root, 0, 1];
             let now = arrays.state_of(i);
@@ -201,7 +201,7 @@ proptest! {
 
 #[test]
 fn nonsense_is_refused_with_its_number() {
-    let lane = Lane {
+    let seat = Seat {
         len: 5,
         root: 1,
         depth: 2,
@@ -215,7 +215,7 @@ fn nonsense_is_refused_with_its_number() {
         stops: vec![],
     };
     let refused = |spoil: &dyn Fn(&mut Arrays)| {
-        let mut arrays = Arrays::of(&[lane.clone(), lane.clone(), lane.clone()]);
+        let mut arrays = Arrays::of(&[seat.clone(), seat.clone(), seat.clone()]);
         spoil(&mut arrays);
         let end = arrays.end(3, Signals::default()).unwrap();
         assert_eq!(end.exit, EXIT_FAULT | EXIT_DONE);
@@ -225,7 +225,7 @@ fn nonsense_is_refused_with_its_number() {
     let outside =
         |buffer, index, bound| Error::OutOfBounds { kernel: "round_end", buffer, request: 1, step: -1, index, bound };
     let path = "accepted path";
-    // Eight tokens are there. Offsets are two lanes' business: the last error is the second lane's.
+    // Eight tokens are there. Offsets are two seats' business: the last error is the second seat's.
     assert_eq!(refused(&|a| a.offsets[2] = 9)[0], outside(path, 9, 9));
     assert_eq!(refused(&|a| a.offsets[2] = -1)[0], outside(path, -1, 9));
     assert_eq!(refused(&|a| a.offsets[2] = 1)[0], outside("offsets (decreasing)", 1, 9));
@@ -237,10 +237,10 @@ fn nonsense_is_refused_with_its_number() {
     assert_eq!(refused(&|a| a.stop_counts[1] = 4), [outside("stop tokens", 4, 4)]);
     assert_eq!(refused(&|a| a.stop_counts[1] = -1), [outside("stop tokens", -1, 4)]);
 
-    let mut arrays = Arrays::of(std::slice::from_ref(&lane));
-    for (live, lanes) in [(-1, 0), (2, 1), (i32::MAX, 1)] {
+    let mut arrays = Arrays::of(std::slice::from_ref(&seat));
+    for (live, seats) in [(-1, 0), (2, 1), (i32::MAX, 1)] {
         let end = arrays.end(live, Signals::default()).unwrap();
-        assert_eq!(end.live, lanes);
+        assert_eq!(end.live, seats);
         let want = Error::OutOfBounds {
             kernel: "round_end",
             buffer: "live",
