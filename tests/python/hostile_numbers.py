@@ -144,7 +144,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             {"batch": 2, "at_most": 64},
         ),
         "Planner.extend": (w.planner.extend, {"seqs": w.seqs, "starts": w.lens, "counts": [1, 2], "pad": (2, 4)}),
-        "Plan.attending_from": (w.planner.decode(**alone).attending_from, {"starts": [0, 0]}),
+        "Plan.attending_from": (plan.attending_from, {"starts": [0, 0]}),
         "Planner.decode": (w.planner.decode, {**alone, "pad": (2, 2)}),
         "Planner.draft": (w.planner.draft, {**alone, "step": 0, "beams": None, "mode": "lane", "pad": (2, 4)}),
         "Planner.verify": (w.planner.verify, {**alone, "trees": w.trees, "pad": (2, 6)}),
