@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from common import RESULTS, commit, write_result
-from gate_counted import counted
+from gate_counted import counted, tails
 from gate_simulation import simulate
 from gate_texts import KINDS
 from in_step import in_step
@@ -83,7 +83,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--fresh", type=int, default=1, help="0 leaves the fresh engines out")
     parser.add_argument("--name", default="gate", help="of the file in benches/results")
-    parser.add_argument("--parts", default="counted,simulated,timed", help="what to run; the others' figures stay")
+    parser.add_argument(
+        "--parts", default="counted,tails,simulated,timed", help="what to run; the others' figures stay"
+    )
     parser.add_argument("--timed", help="lengths to time (default: all)")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -92,10 +94,12 @@ def main() -> None:
     parts, path = args.parts.split(","), RESULTS / f"{args.name}.json"
     before = json.loads(path.read_text()) if path.exists() else {}
     result: dict[str, Any] = {"goal": 12, "threads": 1}
-    result |= {part: before[part] for part in ("counted", "simulated", "timed") if part in before}
+    result |= {part: before[part] for part in ("counted", "tails", "simulated", "timed") if part in before}
     if "counted" in parts:
         result["counted"] = {"commit": commit(), **counted(lengths, temperatures)}
         print(f"worst: counted {result['counted']['worst']}")
+    if "tails" in parts:
+        result["tails"] = {"commit": commit(), **tails()}
     if "simulated" in parts:
         grid = simulate(**GRID) + simulate(**BATCHES)
         worst = min(grid, key=lambda r: r["mean"])

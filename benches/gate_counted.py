@@ -201,11 +201,15 @@ class Fresh:
         self._known: dict[tuple[str, int, float, int], tuple[float, list[int]]] = {}
         self._default: tuple[Counter, LLM] | None = None
 
-    def begin(self) -> None:
-        """Use a new default engine from now on."""
+    def begin(self, *tail: int | None) -> None:
+        """Use a new default engine from now on. tail: positions that its head reads before its first draft, if not the
+        default."""
         if self._default is not None:
             self._default[1].close()
         llm = LLM(**self._options)
+        for value in tail:
+            speculation: Any = llm._runner.drafting.speculation
+            speculation.tail = speculation.policy.tail = value
         self._default = Counter(llm), llm
 
     def run(self, text: str, length: int, temperature: float, seed: int) -> tuple[float, float, Any]:
@@ -283,6 +287,23 @@ def mixed(fresh: Fresh, count: int = 200) -> dict[str, Any]:
         ratio = sum(plain for plain, *_ in runs) / sum(took for _, took, _ in runs)
         rows[f"{count} requests, {name}"] = {"ratio": round(ratio, 4)}
         print(f"counted: {count} requests, {name}: {ratio:.4f}", flush=True)
+    return rows
+
+
+def tails(kinds: Sequence[str] = ("c", "python", "json", "sql", "mixed", "cjk")) -> dict[str, Any]:
+    """Gains of first requests of 256 greedy tokens, by how many positions the head reads before its first draft; "all"
+    is a head that reads requests from their beginning, or not at all."""
+    fresh, rows = Fresh(), dict[str, Any]()
+    for tail in (16, 32, 64, None):
+        runs = []
+        for kind in kinds:
+            for seed, text in enumerate(KINDS[kind]):
+                fresh.begin(tail)
+                runs.append(fresh.run(text, 256, 0.0, seed))
+        each = [round(plain / took, 3) for plain, took, _ in runs]
+        name = f"{'all' if tail is None else tail} positions"
+        rows[name] = {"ratio": round(_geometric(runs), 4), "requests": each}
+        print(f"tails: {name}: {rows[name]}", flush=True)
     return rows
 
 

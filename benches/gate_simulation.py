@@ -146,7 +146,7 @@ def _room(p: TreePolicy, r: Simulated, batch: int) -> float:
     wait = p.wait(r.account, batch, r.produced, r.lag)
     if wait == 0.0:
         resuming = p.resuming(r.lag, batch)
-        return r.account.room(r.produced, batch, resuming + p.stake(batch, batch)) - resuming
+        return r.account.room(r.produced, batch, resuming + p.least_loss(batch, batch)) - resuming
     r.follows = wait < (r.tokens - r.produced) / 2
     return -math.inf
 
@@ -167,7 +167,7 @@ def begin(
     account = p.account(1.0, prompt, batch, tokens)
     follows = p.follows(account, batch, tokens, prompt, 0)
     if follows:
-        account.bank.pay(p.waiting(prompt, batch) / batch)
+        account.engine.pay(p.waiting(prompt, batch) / batch)
     return Simulated(account, tokens, chance, tokens if ends is None else ends, follows=follows)
 
 
@@ -207,7 +207,7 @@ def simulate(
                 done = together(p, some, rng)
                 took, drawn = took + done.took, drawn + done.tokens
             ratios.append(drawn / took)
-        smallest = 1.0 + policy(step, growth).stake(batch, batch)
+        smallest = 1.0 + policy(step, growth).least_loss(batch, batch)
         rows.append(
             {"batch": batch, "step": step, "growth": growth, "smallest_round": round(smallest, 3), "chance": chance}
             | {"tokens": tokens, "mean": round(statistics.mean(ratios), 4), "worst": round(min(ratios), 4)}

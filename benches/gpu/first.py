@@ -24,7 +24,7 @@ import torch
 from timing import driver
 
 from specrs import LLM, SamplingParams, assets
-from specrs.engine.drafting.budget import BANK, Purse
+from specrs.engine.drafting.budget import ENGINE, TokenBucket
 from specrs.engine.drafting.chooser import Kind
 from specrs.models.acceptance import read_acceptance
 
@@ -74,7 +74,7 @@ class Pair:
             self._warm = True
         speculation = self.default._runner.drafting.speculation  # type: ignore[union-attr]
         policy = speculation.policy  # type: ignore[attr-defined]
-        policy.banks[:] = [Purse(BANK) for _ in policy.banks]
+        policy.buckets[:] = [TokenBucket(ENGINE) for _ in policy.buckets]
         steps = len(policy.kinds[0].levels)
         policy.kinds[:] = [Kind.of(one, steps) for one in read_acceptance(assets.draft_dir())]
 

@@ -12,7 +12,7 @@ import pytest
 
 import specrs.engine.drafting.gathering as gathering_module
 from specrs.drafters import DraftRequest, Proposal
-from specrs.engine.drafting.budget import Account, Purse
+from specrs.engine.drafting.budget import Account, TokenBucket
 from specrs.engine.drafting.chooser import TreePolicy
 from specrs.engine.drafting.costs import PLAIN, SPECULATIVE, Costs, PassCost
 from specrs.engine.drafting.gathering import Gathering
@@ -108,14 +108,14 @@ class World:
     """One engine's gathering.
 
     Attributes:
-        banks: banks of greedy requests, of those that sample at a low temperature, and at a high one.
+        buckets: buckets of greedy requests, of those that sample at a low temperature, and at a high one.
         rounds, drafted: number of rounds that it has run, and of those with drafts.
     """
 
     clock: Clock
     costs: Costs
     gathering: Gathering
-    banks: list[Purse]
+    buckets: list[TokenBucket]
     rounds: int = 0
     drafted: int = 0
 
@@ -172,4 +172,4 @@ def world(
         return accounts[r.request_id]
 
     gathering.price(costs, account)
-    return World(clock, costs, gathering, policy.banks)
+    return World(clock, costs, gathering, policy.buckets)

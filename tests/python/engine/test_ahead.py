@@ -12,7 +12,7 @@ import pytest
 from specrs import TreeShape
 from specrs._specrs import TreeBatch
 from specrs.engine.drafting.ahead import AheadTree, most_nodes
-from specrs.engine.drafting.budget import RATE, stake_of
+from specrs.engine.drafting.budget import RATE, request_bucket
 from specrs.engine.drafting.chooser import Kind, TreePolicy
 from specrs.engine.drafting.costs import HOSTED, PLAIN, SPECULATIVE, Costs, Overheads, Pace, PassCost
 from specrs.engine.drafting.speculation import Share
@@ -129,7 +129,7 @@ def test_text_that_the_head_does_not_know_loses_what_the_budget_holds(
         took = clock[0] - begun
         lasted += took
         speculation.forget(r)
-        assert took - drawn <= stake_of(tokens) + RATE * drawn + 0.1, (i, took, drawn)
+        assert took - drawn <= request_bucket(tokens) + RATE * drawn + 0.1, (i, took, drawn)
     assert 30 * tokens * PLAIN_SECONDS / lasted > 0.985
 
 

@@ -258,8 +258,8 @@ def test_plain_rounds_of_requests_that_wait_ask_nothing(pair: Pair, monkeypatch:
     policy = policy_of(llm)
     monkeypatch.setattr(policy, "follows", lambda *_: True)
     monkeypatch.setattr(policy, "waiting", lambda *_: 0.0)  # lost time can be saved again
-    for bank in policy.banks:
-        bank.left = -0.5
+    for bucket in policy.buckets:
+        bucket.left = -0.5
     asked: list[int] = []
     wait = policy.wait
     monkeypatch.setattr(policy, "wait", lambda account, *rest: asked.append(id(account)) or wait(account, *rest))

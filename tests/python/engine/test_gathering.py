@@ -123,7 +123,7 @@ def test_asking_costs_nothing_while_a_device_is_busy(spare: float, monkeypatch: 
     w = world(monkeypatch, clock, [source], STEEP)
     ask = w.gathering.ask
     monkeypatch.setattr(w.gathering, "ask", lambda batch: ask(batch, spare=spare))
-    w.banks[0].left = 0.0
+    w.buckets[0].left = 0.0
     w.run([one])
     first = next((at for at in source.asked[2:]), 600)
     assert first < 30 if spare == 0.3 else first > 40, source.asked[:9]
@@ -148,7 +148,7 @@ def test_what_costs_nothing_is_spent_once(size: int, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(w.gathering, "ask", busy)
     w.run(texts)
-    assert late < 400 * 0.03 and w.banks[0].left > -1.0, (late, w.banks[0].left)
+    assert late < 400 * 0.03 and w.buckets[0].left > -1.0, (late, w.buckets[0].left)
     if size == 1:  # it said nothing, and is asked again once it may have learnt more
         assert 90 < len(source.asked) < 140, len(source.asked)
 

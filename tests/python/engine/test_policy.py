@@ -12,7 +12,7 @@ import pytest
 from gate_simulation import Simulated, begin, decode, policy, request, together
 from specrs import _specrs as core
 from specrs._specrs import DraftNodes
-from specrs.engine.drafting.budget import BANK, CAP, RATE, STAKE, Account, Purse, stake_of
+from specrs.engine.drafting.budget import CAP, ENGINE, RATE, REQUEST, Account, TokenBucket, request_bucket
 from specrs.engine.drafting.chooser import TAIL, Kind, TreePolicy, nodes_of
 from specrs.engine.drafting.costs import PLAIN, SPECULATIVE, Pace, PassCost
 from specrs.models.acceptance import Acceptance
@@ -237,38 +237,38 @@ MACHINES = {"rows are cheap": (0.1, 0.03), "rows are dear": (0.15, 0.12), "draft
 
 
 def test_a_purse_is_paid_from_and_saves_up_to_a_limit() -> None:
-    purse = Purse(3.0)
-    purse.pay(0.5)
-    assert purse.left == 2.5
-    purse.earn(100)
-    assert purse.left == pytest.approx(2.5 + 100 * RATE)
-    purse.pay(-500.0)  # a round that won
-    assert purse.left == CAP
-    purse.pay(20.0)
-    assert purse.left == CAP - 20.0
-    rich = Purse(CAP + 5.0)
+    bucket = TokenBucket(3.0)
+    bucket.pay(0.5)
+    assert bucket.left == 2.5
+    bucket.earn(100)
+    assert bucket.left == pytest.approx(2.5 + 100 * RATE)
+    bucket.pay(-500.0)  # a round that won
+    assert bucket.left == CAP
+    bucket.pay(20.0)
+    assert bucket.left == CAP - 20.0
+    rich = TokenBucket(CAP + 5.0)
     rich.earn(10)
     assert rich.left == CAP + 5.0, "what is there stays"
 
 
 def test_an_account_is_a_purse_and_a_share_of_the_bank() -> None:
-    bank = Purse(2.0)
-    one, two = Account(bank, Purse(3.0)), Account(bank, Purse(3.0))
-    assert one.room(0, 1) == 2.0, "the bank has less"
-    assert one.room(0, 4) == 3.0, "four requests wait at once: a round of theirs is one of the bank's"
+    engine = TokenBucket(2.0)
+    one, two = Account(engine, TokenBucket(3.0)), Account(engine, TokenBucket(3.0))
+    assert one.room(0, 1) == 2.0, "the engine has less"
+    assert one.room(0, 4) == 3.0, "four requests wait at once: a round of theirs is one of the engine's"
     one.pay(1.0, 1)
-    assert (two.room(0, 1), two.purse.left) == (1.0, 3.0)
+    assert (two.room(0, 1), two.request.left) == (1.0, 3.0)
     two.pay(1.0, 4)
-    assert bank.left == 0.75
-    assert two.room(100, 4) == pytest.approx(2.0 + 100 * RATE) and bank.left == pytest.approx(0.75 + 25 * RATE)
+    assert engine.left == 0.75
+    assert two.room(100, 4) == pytest.approx(2.0 + 100 * RATE) and engine.left == pytest.approx(0.75 + 25 * RATE)
     assert two.room(100, 4) == pytest.approx(2.0 + 100 * RATE), "tokens are earned for once"
     assert one.won == -1.0
 
 
-@pytest.mark.parametrize(("tokens", "stake"), [(1, 0.05), (8, 0.4), (59, 2.95), (60, 3.0), (10**6, 3.0)])
-def test_a_short_request_stakes_a_part_of_its_tokens(tokens: int, stake: float) -> None:
-    assert stake_of(tokens) == pytest.approx(stake)
-    assert policy().account(0.0, 0, 1, tokens).purse.left == pytest.approx(stake)
+@pytest.mark.parametrize(("tokens", "filled"), [(1, 0.05), (8, 0.4), (59, 2.95), (60, 3.0), (10**6, 3.0)])
+def test_a_short_request_may_lose_a_part_of_its_tokens(tokens: int, filled: float) -> None:
+    assert request_bucket(tokens) == pytest.approx(filled)
+    assert policy().account(0.0, 0, 1, tokens).request.left == pytest.approx(filled)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -281,9 +281,9 @@ def test_drafts_lose_no_more_than_the_budget(machine: str, tokens: int, chance: 
         lost = drawn = 0.0
         for _ in range(12):  # the first of an engine, and what follows it
             done = request(p, tokens, chance, rng)
-            assert done.took <= done.tokens + stake_of(tokens) + RATE * done.tokens + 1e-6, (chance, seed)
+            assert done.took <= done.tokens + request_bucket(tokens) + RATE * done.tokens + 1e-6, (chance, seed)
             lost, drawn = lost + done.took - done.tokens, drawn + done.tokens
-        assert lost <= BANK + RATE * drawn + 1e-6
+        assert lost <= ENGINE + RATE * drawn + 1e-6
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -296,7 +296,7 @@ def test_a_limit_far_above_the_real_length_costs_no_more(machine: str, ends: int
             p, rng = policy(step, growth), random.Random(seed)
             done = together(p, [begin(p, 2000, chance, ends=ends)], rng)
             for produced, behind in zip(done.drawn, done.behind, strict=True):
-                assert behind <= STAKE + RATE * produced + 1e-6, (produced, chance, seed)
+                assert behind <= REQUEST + RATE * produced + 1e-6, (produced, chance, seed)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -308,8 +308,8 @@ def test_batches_lose_no_more_than_their_budgets(machine: str, batch: int) -> No
         for _ in range(6):
             done = together(p, [begin(p, 200, chance, batch=batch) for chance in chances], rng)
             for produced, behind in zip(done.drawn, done.behind, strict=True):
-                # The last round that a purse paid may have cost the others more than it held; the bank paid that.
-                assert behind <= batch * min(STAKE + p.stake(batch, 1), BANK) + RATE * produced + 1e-6, (
+                # The last round that a request paid may have cost the others more than it had; the engine paid that.
+                assert behind <= batch * min(REQUEST + p.least_loss(batch, 1), ENGINE) + RATE * produced + 1e-6, (
                     chances,
                     produced,
                 )
@@ -337,7 +337,7 @@ def test_drafts_that_win_are_not_held_back(machine: str) -> None:
     held, free = 0.0, 0.0
     for _ in range(20):
         held += request(p, 200, 0.95, rng).took
-        rich = Account(Purse(1e9), Purse(1e9))
+        rich = Account(TokenBucket(1e9), TokenBucket(1e9))
         free += decode(p, [Simulated(rich, 200, 0.95, 200)], rng).took
     assert held < 1.05 * free
 
@@ -360,16 +360,16 @@ def test_a_request_waits_until_it_can_pay_and_no_longer() -> None:
         batch, produced = rng.choice((1, 4)), rng.randrange(60)
         account = p.account(0.0, 0, batch, 600)
         account.room(produced, batch)
-        account.purse.pay(rng.uniform(-0.5, 4.0))
-        account.bank.pay(rng.uniform(-0.5, 4.0))
+        account.request.pay(rng.uniform(-0.5, 4.0))
+        account.engine.pay(rng.uniform(-0.5, 4.0))
         wait = p.wait(account, batch, produced, 1)
         if wait == 0.0:
-            assert account.room(produced, batch) >= p.stake(batch, batch)
+            assert account.room(produced, batch) >= p.least_loss(batch, batch)
             continue
-        purse, bank = account.purse.left, account.bank.left
+        request, engine = account.request.left, account.engine.left
         waited += 1
         for n, pays in ((math.ceil(wait) + 1, True), (max(math.floor(wait) - 1, 0), False)):
-            account.purse.left, account.bank.left, account.produced = purse, bank, produced
+            account.request.left, account.engine.left, account.produced = request, engine, produced
             assert (p.wait(account, batch, produced + n, 1) == 0.0) == pays, (wait, n)
     assert waited > 100
 
@@ -383,7 +383,7 @@ def test_a_request_whose_features_cost_more_than_it_earns_waits_for_ever() -> No
 
 def test_a_round_is_drafted_by_as_many_as_can_each_pay_their_share() -> None:
     p, rng = policy(step=0.4), random.Random(3)
-    four, one = p.stake(4, 4), p.stake(4, 1)
+    four, one = p.least_loss(4, 4), p.least_loss(4, 1)
     assert four < 1.0 < one, "the fewer draft, the more each of them may lose"
     assert p.drafting([four] * 4) == [True] * 4
     assert p.drafting([four, 0.0, 0.0, 0.0]) == [False] * 4
@@ -393,8 +393,8 @@ def test_a_round_is_drafted_by_as_many_as_can_each_pay_their_share() -> None:
         rooms = [rng.choice([-math.inf, rng.uniform(-0.5, 3.0)]) for _ in range(rng.randrange(1, 9))]
         drafting = p.drafting(rooms)
         paying = [room for room, drafts in zip(rooms, drafting, strict=True) if drafts]
-        assert all(room >= p.stake(len(rooms), len(paying)) for room in paying)
-        most = [n for n in range(1, len(rooms) + 1) if sorted(rooms)[-n] >= p.stake(len(rooms), n)]
+        assert all(room >= p.least_loss(len(rooms), len(paying)) for room in paying)
+        most = [n for n in range(1, len(rooms) + 1) if sorted(rooms)[-n] >= p.least_loss(len(rooms), n)]
         assert len(paying) == max(most, default=0)
 
 
@@ -415,10 +415,10 @@ def test_what_a_round_won_or_lost_is_shared_by_who_caused_it() -> None:
 def test_no_round_risks_all_that_may_be_lost() -> None:
     p = policy(step=0.2)
     for batch in (1, 4):
-        for room in (p.stake(batch, batch), 1.0, 3.0, 10.0):
+        for room in (p.least_loss(batch, batch), 1.0, 3.0, 10.0):
             seconds = p.limit(batch, [room] * batch)
             lost = p.lost(batch, batch, seconds) / batch
-            assert lost == pytest.approx(max(p.stake(batch, batch), 0.7 * room), rel=1e-6)
+            assert lost == pytest.approx(max(p.least_loss(batch, batch), 0.7 * room), rel=1e-6)
 
 
 def test_a_request_is_followed_where_the_bank_pays_and_its_length_may_win_it_back() -> None:
@@ -426,14 +426,14 @@ def test_a_request_is_followed_where_the_bank_pays_and_its_length_may_win_it_bac
         return p.follows(p.account(0.0, prompt, batch, tokens), batch, tokens, prompt, again)
 
     assert first(policy(), 16, 0) and first(policy(), 160, 50) and first(policy(), 10**6, 0)
-    assert not first(policy(), 160, 10_000), "a prompt whose draft KV the bank does not pay"
-    assert not first(policy(), 4, 0), "an answer whose purse holds no round"
+    assert not first(policy(), 160, 10_000), "a prompt whose draft KV the engine does not pay"
+    assert not first(policy(), 4, 0), "an answer whose bucket holds no round"
     assert not first(policy(), 10, 900) and first(policy(), 160, 900), "an answer that cannot win its draft KV back"
     assert not first(policy(), 160, 0, again=500) and first(policy(), 160, 0, again=5)
     p = policy()
-    p.banks[0].pay(BANK)
+    p.buckets[0].pay(ENGINE)
     assert not first(p, 160, 0)
-    assert p.follows(p.account(1.0, 0, 1, 160), 1, 160, 0, 0), "kinds have banks of their own"
+    assert p.follows(p.account(1.0, 0, 1, 160), 1, 160, 0, 0), "kinds have buckets of their own"
 
 
 def test_a_head_is_taken_for_what_its_file_says() -> None:
@@ -445,17 +445,17 @@ def test_a_head_that_may_begin_anywhere_costs_no_more_after_a_long_while() -> No
     p, entered = policy(step=0.5), policy(step=0.5)
     p.tail = entered.tail = TAIL
     account = p.account(0.0, 0, 1, 500)
-    assert p.entry(account, 10_000, 1) == 0.0, "a request's first drafts are the bank's"
-    bank, purse = account.bank.left, account.purse.left
+    assert p.entry(account, 10_000, 1) == 0.0, "the engine pays for a request's first drafts"
+    engine, request = account.engine.left, account.request.left
     p.enter(account, 10_000, 1)
-    assert account.purse.left == purse and account.bank.left == pytest.approx(bank - p.resuming(TAIL, 1))
+    assert account.request.left == request and account.engine.left == pytest.approx(engine - p.resuming(TAIL, 1))
     again = p.entry(account, 10_000, 1)
     assert 0.0 < again == p.resuming(10_000, 1) == p.resuming(TAIL, 1) > p.resuming(TAIL - 1, 1)
     account.pay(10.0, 1)
     wait = p.wait(account, 1, 10, 10_000)
-    assert wait == pytest.approx((again + p.stake(1, 1) - account.room(10, 1)) / RATE)
+    assert wait == pytest.approx((again + p.least_loss(1, 1) - account.room(10, 1)) / RATE)
     p.enter(account, 10_000, 1)
-    assert account.purse.left == pytest.approx(purse - 10.0 - again + 10 * RATE), "later ones are its own"
+    assert account.request.left == pytest.approx(request - 10.0 - again + 10 * RATE), "later ones are its own"
 
 
 def test_a_head_that_may_begin_anywhere_follows_long_prompts() -> None:

@@ -112,8 +112,8 @@ class AheadTree(AdaptiveTree):
 
     def stays(self, batch: Batch, drafting: Sequence[bool]) -> bool:
         drew = [r for r, drafts in zip(batch, drafting, strict=False) if drafts]
-        stake = self.policy.stake(len(batch), max(len(drew), 1))
-        if any(self.account(r).room(r.produced, len(batch)) < stake for r in drew):
+        least = self.policy.least_loss(len(batch), max(len(drew), 1))
+        if any(self.account(r).room(r.produced, len(batch)) < least for r in drew):
             return False
         return self._best(batch, drafting) == self._levels
 

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specrs._specrs import DraftNodes
-from specrs.engine.drafting.budget import BANK, RATE, Account, Purse, stake_of
+from specrs.engine.drafting.budget import ENGINE, RATE, Account, TokenBucket, request_bucket
 from specrs.engine.drafting.costs import Costs
 from specrs.models.acceptance import Acceptance
 
 TAIL = 32
-"""Positions before its first draft that a head reads, where it may begin anywhere; those behind them are read as they
-come. Counted over first requests of 256 greedy tokens on six kinds of text: 1.733 times plain decoding with 32, 1.702
-with 64."""
+"""Positions that a head reads before its first draft, where it may begin anywhere; it reads later ones as they come. More
+are paid for and bring less (part ``tails`` of `benches/results/gate.json`)."""
 _RISK = 0.7  # of what a request may lose, what one round may
 _SETTLED_BY = 0.93  # of one round's time, what two must stay below: a source need not say the same again
 _COOL = 0.8  # temperature up to which sampling is near to greedy
@@ -80,7 +79,7 @@ class TreePolicy:
 
     Attributes:
         costs: of passes.
-        kinds, banks: of greedy requests, those of low temperature, and those of high.
+        kinds, buckets: of greedy requests, those of low temperature, and those of high.
         tail: positions before its first draft that the head reads, of any request at any time, so that it may begin
             anywhere; ``None``: it reads a request from its beginning, or not at all.
 
@@ -90,7 +89,7 @@ class TreePolicy:
 
     costs: Costs
     kinds: list[Kind] = field(default_factory=lambda: [Kind() for _ in range(3)])
-    banks: list[Purse] = field(default_factory=lambda: [Purse(BANK) for _ in range(3)])
+    buckets: list[TokenBucket] = field(default_factory=lambda: [TokenBucket(ENGINE) for _ in range(3)])
     tail: int | None = None
     _level_yield: float = 0.75  # share of a level's chance that the next level keeps
 
@@ -100,8 +99,8 @@ class TreePolicy:
 
     def account(self, temperature: float, prompt: int, batch: int, tokens: int) -> Account:
         """Of a new request of up to so many tokens, whose prompt has so many that the target runs over."""
-        account = Account(self.banks[by_temperature(temperature)], Purse(stake_of(tokens)))
-        account.bank.earn(self.prefilling(prompt, 1) / batch)
+        account = Account(self.buckets[by_temperature(temperature)], TokenBucket(request_bucket(tokens)))
+        account.engine.earn(self.prefilling(prompt, 1) / batch)
         return account
 
     def follows(self, account: Account, batch: int, remaining: int, entries: int, again: int) -> bool:
@@ -114,17 +113,17 @@ class TreePolicy:
             entries: draft KV to write before it decodes.
             again: positions that the target would have to run over only for those.
         """
-        stake = self.stake(batch, batch)
+        least = self.least_loss(batch, batch)
         if self.tail is not None:
             again, entries = 0, min(entries, self.tail)
-        price = self.waiting(entries, batch) + self.prefilling(again, batch) + stake
-        # A short answer's purse may hold no round: then its draft KV would be for nothing.
-        return stake <= account.purse.left and price <= account.bank.left * batch and price < remaining / 2
+        price = self.waiting(entries, batch) + self.prefilling(again, batch) + least
+        # The bucket of a short answer may hold no round: then its draft KV would be for nothing.
+        return least <= account.request.left and price <= account.engine.left * batch and price < remaining / 2
 
     def wait(self, account: Account, batch: int, produced: int, lag: int | None) -> float:
         """Plain rounds until a request can pay for the way to a round with drafts, and for its share of that: 0 for
         now, infinite where what it has to catch up with grows faster than what it may lose."""
-        own = self.entry(account, lag, batch) + self.stake(batch, batch)
+        own = self.entry(account, lag, batch) + self.least_loss(batch, batch)
         short = own - account.room(produced, batch)
         if short <= 0.0:
             return 0.0
@@ -140,7 +139,7 @@ class TreePolicy:
         return self.waiting(entries - 1, batch) + self.costs.draft_extend.at(1) / self.costs.plain(batch) * batch
 
     def entry(self, account: Account, lag: int | None, batch: int) -> float:
-        """The part of `resuming` that a request itself pays. Its first drafts are the bank's, for all that may come."""
+        """Return the part of `resuming` that a request itself pays. The engine pays for its first drafts."""
         return self.resuming(lag, batch) if account.drew or self.tail is None else 0.0
 
     def enter(self, account: Account, lag: int, batch: int) -> None:
@@ -149,7 +148,7 @@ class TreePolicy:
         if account.drew or self.tail is None:
             account.pay(price, batch)
         else:
-            account.bank.pay(price / batch)
+            account.engine.pay(price / batch)
         account.drew = True
 
     def following(self, batch: int) -> float:
@@ -167,7 +166,7 @@ class TreePolicy:
         target, (few, many) = self.costs.target, (8, 64)
         return (target.at(many) - target.at(few)) / (many - few) * tokens / self.costs.plain(batch) * batch
 
-    def stake(self, batch: int, drafting: int) -> float:
+    def least_loss(self, batch: int, drafting: int) -> float:
         """Plain rounds that each of ``drafting`` requests loses by a round with one draft node each, all refused."""
         seconds = self.costs.drafting(batch, batch, 0) + self.costs.target.at(batch + drafting)
         return self.lost(batch, drafting, seconds) / drafting
@@ -195,14 +194,14 @@ class TreePolicy:
         """
         richest = sorted(range(len(rooms)), key=lambda i: -rooms[i])
         for n in range(len(rooms), 0, -1):
-            if rooms[richest[n - 1]] >= self.stake(len(rooms), n):
+            if rooms[richest[n - 1]] >= self.least_loss(len(rooms), n):
                 return [i in richest[:n] for i in range(len(rooms))]
         return [False] * len(rooms)
 
     def limit(self, batch: int, rooms: Sequence[float]) -> float:
         """Seconds that a round may take: none of those who draft risks more than a part of what it may lose, so that
         one bad round of many levels is not its last; but a round of one draft each may be tried."""
-        share = max(self.stake(batch, len(rooms)), _RISK * min(rooms))
+        share = max(self.least_loss(batch, len(rooms)), _RISK * min(rooms))
         return self.costs.plain(batch) * (1.0 + share * len(rooms) / (2 * batch - len(rooms))) * (1.0 + 1e-9)
 
     def deepen(

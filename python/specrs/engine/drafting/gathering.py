@@ -153,7 +153,7 @@ class Gathering:
         self._worth = [SourceStats() for _ in sources.all]
         self._live: dict[int, _Live] = {}
         self._batch = 1  # of the last round
-        self._terms: tuple[float, float] | None = None  # of this one: seconds of a request's plain round, its stake
+        self._terms: tuple[float, float] | None = None  # of this one: seconds of a request's plain round, its least
         self._spare = 0.0  # of this one, seconds that cost a request nothing
         self._asks = 0  # calls of `ask`
         self._learns = False  # some drafting learns from verified trees
@@ -245,9 +245,9 @@ class Gathering:
                 one.rest = max(one.rest - rounds, 0)
         left = math.inf
         if due and self._policy is not None and live.account is not None:
-            plain, stake = self._priced(self._policy, batch)
+            plain, least = self._priced(self._policy, batch)
             # What asking takes leaves enough for a round that drafts.
-            left = (live.account.room(r.produced, batch) - stake) * plain + self._spare
+            left = (live.account.room(r.produced, batch) - least) * plain + self._spare
         for one in due:
             if one.needs > left:
                 continue
@@ -265,17 +265,17 @@ class Gathering:
         return live.parts, live.forced
 
     def _priced(self, policy: TreePolicy, batch: int) -> tuple[float, float]:
-        """Seconds of a request's plain round, and its stake, as this round finds them."""
+        """Seconds of a request's plain round, and the least that it loses by one with drafts, as this round finds them."""
         if self._terms is None:
-            self._terms = policy.costs.plain(batch) / batch, self._stake(policy, batch)
+            self._terms = policy.costs.plain(batch) / batch, self._least_loss(policy, batch)
         return self._terms
 
     def _sleep(self, r: Request, live: _Live, account: Account, batch: int) -> int:
         """Rounds until a source is due that the request can pay."""
         if self._policy is None or not live.sources:
             return _LONGEST_SLEEP
-        plain, stake = self._priced(self._policy, batch)
-        short, sleeps = stake - account.room(r.produced, batch), list[int]()
+        plain, least = self._priced(self._policy, batch)
+        short, sleeps = least - account.room(r.produced, batch), list[int]()
         for one in live.sources:
             if one.spared(self._spare):
                 sleeps.append(_SPARED)
@@ -321,7 +321,7 @@ class Gathering:
             return proposals
         nodes = self._nodes_of(batch, merged)
         self._promise(proposals, nodes, policy)
-        least = self._stake(policy, size) if self._terms is None else self._terms[1]
+        least = self._least_loss(policy, size) if self._terms is None else self._terms[1]
         # What a grammar forces does come.
         accounts = [max(self._room(r, size), 0.0 if f is None else least) for r, f in zip(batch, forced, strict=True)]
         if poor := [i for i, account in enumerate(accounts) if account < least]:
@@ -378,7 +378,7 @@ class Gathering:
             if seconds <= limit and rate > max(proposals.rate, _MARGIN * plain):
                 proposals.rate, proposals.most, proposals.pays = rate, tier, True
 
-    def _stake(self, policy: TreePolicy, size: int) -> float:
+    def _least_loss(self, policy: TreePolicy, size: int) -> float:
         """Plain rounds that a request loses by a round with the least drafts, all of them its own and refused."""
         costs, least = policy.costs, size + 1 if self._tiers is None else size * self._tiers[0]
         plain, took = costs.plain(size), costs.target.at(least) + costs.overhead.at(self._kind_of_round)

@@ -213,7 +213,7 @@ class AdaptiveTree(GivenTree):
                 again = min(left, n)
                 self._again[r.request_id] = left - again
                 price = self.policy.waiting(n, self._batch) + self.policy.prefilling(again, self._batch)
-                self.account(r).bank.pay(price / self._batch)  # it is paid at once, for all that may come
+                self.account(r).engine.pay(price / self._batch)  # it is paid at once, for all that may come
 
     def awake(self, batch: Batch) -> bool:
         for r in batch.requests:
@@ -238,7 +238,7 @@ class AdaptiveTree(GivenTree):
         wait = self.policy.wait(account, batch, r.produced, lag)
         if wait == 0.0:
             resuming = self.policy.entry(account, lag, batch)
-            return account.room(r.produced, batch, resuming + self.policy.stake(batch, batch)) - resuming
+            return account.room(r.produced, batch, resuming + self.policy.least_loss(batch, batch)) - resuming
         if wait >= r.remaining / 2 or self.policy.following(batch) > RATE:
             r.give_up_drafts(r.draft_valid)
         self._wakes[r.request_id] = len(r.tokens) + wait
