@@ -265,7 +265,7 @@ class Gathering:
         return live.parts, live.forced
 
     def _priced(self, policy: TreePolicy, batch: int) -> tuple[float, float]:
-        """Seconds of a request's plain round, and the least that it loses by one with drafts, as this round finds them."""
+        """Seconds of a request's plain round, and the least that it loses by one with drafts, in this round."""
         if self._terms is None:
             self._terms = policy.costs.plain(batch) / batch, self._least_loss(policy, batch)
         return self._terms
