@@ -567,10 +567,10 @@ class Plan:
         """
 
     def attending_from(self, starts: _List[SupportsIndex]) -> Plan:
-        """The same plan, of which each live request attends its positions from `starts[i]` on alone: for a draft model
-        that began in the midst of a request, whose KV before that was never written. Each start is a multiple of the
-        page size and at most the request's prefix. Positions stay what they are; of format `"native"`, and read by
-        attention on the host alone.
+        """The same plan, of which each live request attends its positions from `starts[i]` on alone: for a draft
+        model that began in the midst of a request, whose KV before that was never written. Each start is a multiple
+        of the page size and at most the request's prefix. Positions stay what they are; of format `"native"`, and
+        read by attention on the host alone.
         """
 
     @property

@@ -16,8 +16,8 @@ from specrs.engine.drafting.costs import Costs
 from specrs.models.acceptance import Acceptance
 
 TAIL = 32
-"""Positions that a head reads before its first draft, where it may begin anywhere. More are paid for and bring less (part
-``tails`` of `benches/results/gate.json`)."""
+"""Positions that a head reads before its first draft, where it may begin anywhere. More are paid for and bring less
+(part ``tails`` of `benches/results/gate.json`)."""
 _RISK = 0.7  # of what a request may lose, what one round may
 _SETTLED_BY = 0.93  # of one round's time, what two must stay below: a source need not say the same again
 _COOL = 0.8  # temperature up to which sampling is near to greedy
