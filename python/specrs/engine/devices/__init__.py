@@ -1,1 +1,1 @@
-"""Devices that run passes: the CPU (`host`) and a GPU (`cuda`), and what fits into their memory."""
+"""Devices that run passes: the CPU (`host`) and a GPU (`cuda`), with plans of their memory."""

@@ -1,4 +1,4 @@
-"""The costs of an engine's passes, measured once when it is made."""
+"""The costs of an engine's passes, measured once when the engine is made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specrs.models.ops import KvMemory
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
 _RUNS = 7
 _ENOUGH = 0.2  # seconds of runs of one row count; a large model's passes vary less
-_CONTEXT = 256  # tokens before the rows: attention has its share in what a row costs
+_CONTEXT = 256  # tokens before the rows, because attention to them adds to the cost of a row
 
 
 def calibrated(
@@ -29,11 +29,13 @@ def calibrated(
     planner: core.Planner,
     pages: Pages,
 ) -> TreePolicy:
-    """A policy over passes of a few row counts, each measured in pairs with the target's pass of one row: a neighbour
-    that slows the machine for a while slows both, and what decides is how much longer one takes than the other.
+    """Return a policy from measured passes of a few row counts.
+
+    Each pass is measured in a pair with the target's pass of one row. If other work slows the machine for a while, it
+    slows both passes, and the policy needs only the ratio of their times.
 
     Args:
-        head: with its cache; ``None``: drafts come from elsewhere, and cost no pass.
+        head: the head and its cache; ``None`` if drafts come from elsewhere and cost no pass.
     """
     room = pages.most_tokens
     most = min(_ROWS[-1], room)
@@ -46,32 +48,32 @@ def calibrated(
         host(target.forward(torch.arange(n) % target.config.vocab_size, plan, cache, True if head else None, None)[0])
 
     def seconds(run: Callable[[int, core.Plan], None], n: int) -> float:
-        plan = planner.extend([seq], [context], [n])  # a new one: a device has to be told it each time
+        plan = planner.extend([seq], [context], [n])  # a new plan each time, because a device loads each
         started = time.perf_counter()
         run(n, plan)
         return time.perf_counter() - started
 
-    pace = Pace()  # one machine
+    pace = Pace()  # shared by all passes, because they run on one machine
     plain: list[float] = []  # seconds of passes of one row
 
     def measure(run: Callable[[int, core.Plan], None]) -> list[float]:
-        """How many times as long as the target's pass of one row it takes, by rows."""
+        """Return the median time of a pass for each row count, in units of the target's pass of one row."""
         found = []
         for n in table:
             seconds(run, n)  # makes the buffers of this row count
             ratios, took = list[float](), 0.0
             while len(ratios) < _RUNS and took < _ENOUGH:
-                # As in a round, the target's pass takes the head's weights out of the nearer caches.
+                # The target's pass pushes the head's weights out of the CPU's inner caches, as it does in a round.
                 plain.append(seconds(verify, 1))
                 this = seconds(run, n)
                 ratios.append(this / plain[-1])
                 took += this + plain[-1]
-            # The least would be what a cool core can do; passes of many rows take half as long again when it is not.
+            # The minimum would be the time on a cool core. On a hot core, passes of many rows take half as long again.
             found.append(statistics.median(ratios))
         return found
 
     with pages.pool.reserve([(seq, context + most)]) as lease:
-        lease.advance([context])  # passes are planned behind what is committed; which KV stands there costs the same
+        lease.advance([context])  # passes are planned behind committed positions; any KV there costs the same
         ratios = [measure(run) for run in (verify, *(() if head is None else _of_head(target, *head, most)))]
     pages.pool.release([seq])
     alone = statistics.median(plain)
@@ -85,7 +87,7 @@ def calibrated(
 def _of_head(
     target: LlamaModel, head: Eagle3Head, cache: KvMemory, most: int
 ) -> tuple[Callable[[int, core.Plan], None], Callable[[int, core.Plan], None]]:
-    """Draft steps and draft_extends of up to ``most`` rows."""
+    """Return functions that run a draft step and a draft_extend of up to ``most`` rows."""
     at, host = target.ops.placement, target.ops.dense.host
     aux = at.empty(len(head.aux_layers), most, target.config.hidden_size).zero_()
     hidden = at.empty(most, head.config.hidden_size).zero_()

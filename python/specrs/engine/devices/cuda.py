@@ -1,10 +1,11 @@
-"""The executor of a GPU: a round is launched whole, and the next one behind it before the host knows what it found.
+"""The executor of a GPU. It launches whole rounds, and the next round before the host knows the results of the last.
 
-From the second round of a batch on, the host knows no length: a round begins with values on the device, pages are
-leased for the most that rounds can take, and the host reads tokens from mapped memory as they come.
+From the second round of a batch on, the host does not know the lengths of sequences. A round begins with values on the
+device, pages are leased for the most positions that rounds can take, and the host reads tokens from mapped memory as
+they come.
 
-Where somebody looks on between draft steps (a recorder, a cost model that goes by scores), the host drafts step by
-step, as `HostExecutor` does on any device, and its trees enter a round at verification. Prefill is planned by the host.
+If somebody looks on between draft steps (a recorder, or a cost model that goes by scores), the host drafts step by
+step, as `HostExecutor` does on any device. Its trees then enter a round at verification. The host plans prefill.
 """
 
 from __future__ import annotations
@@ -52,18 +53,19 @@ from specrs.models.features import FeatureRows
 from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
 
-_RUNS = 5  # of a round that is measured
-_PROMPT = 64  # tokens of the first one
-# Seconds, before any was seen: the host's part of a plain round, which bounds those of small models; and what it does
-# while the device waits for it, in a round with trees of the host's, and in a plain one that the head follows.
+_RUNS = 5  # measured runs of a round
+_PROMPT = 64  # tokens of the prompt that warms the passes up
+# Guesses, in seconds, of the host's time in a round, used before any round has run. `_HOST` is its part of a plain
+# round, which is the lower bound for small models. `_HOSTED` and `_FOLLOWED` are times for which the device waits for
+# the host: in a round with the host's trees, and in a plain round that the head follows.
 _HOST, _HOSTED, _FOLLOWED = 4e-4, 2e-4, 4e-4
 
 
 class CudaExecutor(HostExecutor):
-    """One target and perhaps a head on a GPU, on a stream of their own.
+    """Runs one target, and perhaps a head, on a GPU and on a stream of its own.
 
     Attributes:
-        steps: draft steps of a round at most.
+        steps: the most draft steps of a round.
     """
 
     def __init__(
@@ -77,12 +79,12 @@ class CudaExecutor(HostExecutor):
         dense = target.ops.dense
         assert isinstance(dense, CudaDense)
         self._dense, cuda = dense, target.ops.placement.device
-        torch.cuda.synchronize(cuda)  # the weights are there
+        torch.cuda.synchronize(cuda)  # the weights have arrived
         self._stream = torch.cuda.Stream(cuda)  # type: ignore[no-untyped-call]
         self.steps, self._level, self._graphs = geometry.shape.steps, config.graphs, config.graphs != "off"
         self._roots: Roots | None = None
-        self._running: Bucket | None = None  # of the last round that was launched
-        self._needs_sync = True  # the host has to read that round before the next one is launched
+        self._running: Bucket | None = None  # the bucket of the last launched round
+        self._needs_sync = True  # the host has to read the last round before it launches the next one
         with self.entered():
             super().__init__(target, head, config, geometry, pool)
             self._table = core._DeviceTable(pool, cuda.index, dense.stream)
@@ -140,8 +142,8 @@ class CudaExecutor(HostExecutor):
         plain, shallow, deep = measured[1]
         step = max(deep - shallow, 0.0) / max(shape.steps - 1, 1)
         extend = max(shallow - plain, 0.0)
-        # Of one request, verification is reckoned among what drafting costs. A round of the largest batch tells what
-        # rows cost; its drafting is taken to cost what it does for one request.
+        # For one request, the cost of drafting includes the cost of verification. A round of the largest batch shows
+        # the cost of rows; its drafting is assumed to cost as much as for one request.
         target = {
             b * most_nodes(shape, shape.steps): t[2] - extend - (shape.steps - 1) * step for b, t in measured.items()
         }
@@ -163,7 +165,7 @@ class CudaExecutor(HostExecutor):
         return AheadTree(policy, shape, lambda: self._running is not None and self._running.cold)
 
     def _speculation_of_trees(self, shape: core.TreeShape, pages: Pages) -> AdaptiveTree:
-        """Of an engine whose drafts the host makes, at no cost of the device: what rounds of their trees take."""
+        """Return a policy for an engine without a head. The host makes its drafts, so only verification costs time."""
         sizes, pace = {1, self._sizes[-1]}, Pace()
         deep = [levels_for(shape, n) for n in tiers(shape.draft_tokens) if n >= min(8, shape.draft_tokens)]
         target = {b * most_nodes(shape, n): self._seconds(b, n) for b in sizes for n in (0, *deep)}
@@ -175,8 +177,10 @@ class CudaExecutor(HostExecutor):
         return self._ahead(costs, shape)
 
     def _seconds(self, size: int, levels: int) -> float:
-        """Of a round of a bucket whose seats are all empty: its passes run over as many rows. From one to the next
-        where they are launched ahead, as rounds without trees of the host's are."""
+        """Measure a round of a bucket in seconds. All seats are empty, but the passes still run over all rows.
+
+        Rounds without trees of the host are launched ahead. Their time is the time from one round to the next.
+        """
         bucket = self._of(size)
         bucket.given.set_requests([], [], [], [], 1)
         heads = self.drafts is not None
@@ -184,7 +188,7 @@ class CudaExecutor(HostExecutor):
         ahead = self._graphs and not variant.trees
         seconds = []
         last = bucket.launch(variant, self._graphs)
-        for _ in range(_RUNS + 3):  # the first ones make memory, and a graph
+        for _ in range(_RUNS + 3):  # the first three allocate memory and capture a graph
             started = time.perf_counter()
             if ahead:
                 number, last = last, bucket.again(variant, self._graphs)
@@ -196,9 +200,11 @@ class CudaExecutor(HostExecutor):
         return statistics.median(seconds[3:])
 
     def _warm(self, levels: Sequence[int], pages: Pages) -> None:
-        """Do what a first answer would wait for otherwise, and take twice as long: run over a prompt, and make the
-        graphs of rounds of a request by itself, and of a full batch, with drafts of so many levels and without,
-        greedy and sampled."""
+        """Run over a prompt and capture graphs, so that the first answer does not wait for this and take twice as long.
+
+        The graphs are those of one request alone and of a full batch, plain and with drafts of each of ``levels``,
+        greedy and sampled.
+        """
         self._prompt(pages)
         heads = self.drafts is not None
         for size in {1, self._sizes[-1]} if self._graphs else ():
@@ -213,7 +219,7 @@ class CudaExecutor(HostExecutor):
                         bucket.collect(bucket.launch(variant, self._graphs))
 
     def _prompt(self, pages: Pages) -> None:
-        """Run both models over a prompt of nobody's."""
+        """Run both models over a prompt that belongs to no request."""
         n = min(_PROMPT, pages.most_tokens, self._models.config.prefill_chunk)
         tokens, aux = torch.zeros(n, dtype=torch.int64), self._features(self.drafts is not None, n)
         seq = pages.pool.create()
@@ -232,7 +238,7 @@ class CudaExecutor(HostExecutor):
         return bucket
 
     def _features(self, follow: bool, rows: int) -> FeatureRows | None:
-        # Rounds have memory of their own, and prompts differ in length.
+        # Prompts differ in length, so their features get new memory each time. Rounds have memory of their own.
         return self.target.features.once(rows) if follow and self.target.features is not None else None
 
     def _logits(
@@ -251,20 +257,20 @@ class CudaExecutor(HostExecutor):
         if isinstance(drafted, AskedRound):
             return self._launched(drafted, follow)
         made, shape = cast(Watched, drafted), self.planner.geometry.shape
-        # Where the head is up to date it runs over what is accepted, as if the device had drafted.
+        # If the head is up to date, it runs over the accepted tokens, as if the device had drafted.
         levels = shape.steps if isinstance(drafted, HostDrafted) else levels_for(shape, max(made.trees.sizes))
         depths = [levels if r.followed and r.root is not None else 0 for r in batch]
         return self._launched(AskedRound(batch, depths, levels), follow, made)
 
     def commit(self, batch: Batch, lease: core.Lease, verified: Verified) -> None:
         if isinstance(verified, LaunchedRound):
-            # The device has moved KV, or remapped its table; now the pool's books follow.
+            # The device has already moved KV or remapped its table; this brings the pool's books up to date.
             self.planner.commit(lease, batch.seqs, batch.lens, verified.accepts)
         else:
             super().commit(batch, lease, verified)
 
     def _launched(self, asked: AskedRound, follow: bool, host_drafted: Watched | None = None) -> LaunchedRound:
-        """Launch a round, of drafts that the device makes, or that the host has made; or of both."""
+        """Launch a round with drafts that the device makes, drafts that the host has made, or both."""
         batch, levels, shape = asked.batch, asked.levels, self.planner.geometry.shape
         trees, drafts = None if host_drafted is None else host_drafted.trees, 0
         if asked.trees is not None:
@@ -272,7 +278,7 @@ class CudaExecutor(HostExecutor):
             levels = united_levels(shape, levels, max(trees.sizes))
         bucket = self._running = self._of(next(b for b in self._sizes if b >= len(batch)))
         given, nodes = bucket.given, most_nodes(shape, levels)
-        # A request ends with the position before its last token's, whose KV nobody needs.
+        # A request ends one position early, because nobody needs the KV of its last token.
         limits, stops = [r.ending.max_total - 1 for r in batch], [r.ending.eos_ids | r.ending.stop_ids for r in batch]
         tokens = [r.tokens[-1] for r in batch]
         rows = [q.row for q in batch.seqs]
@@ -284,7 +290,7 @@ class CudaExecutor(HostExecutor):
             given.set_trees(trees)
         variant = Variant(bucket.batch, levels, follow, edits, trees=trees is not None, drafts=drafts)
         number = bucket.launch(variant, self._graphs)
-        # What the head is asked for behind this round, a root or features, the host has to see to.
+        # If a followed request does not draft, the host has to take its features from this round before the next one.
         waits = follow and not all(depth > 0 or not r.followed for r, depth in zip(batch, asked.depths, strict=True))
         self._needs_sync = waits or given.changing or trees is not None or self._level == "off"
         return LaunchedRound(batch, bucket, number, variant, range(len(batch)), host_drafted)
@@ -311,7 +317,7 @@ class CudaExecutor(HostExecutor):
         remaps = verified.variant.levels > 0 and self.planner.geometry.page_size == 1
         rows = [q.row for q in verified.batch.seqs] if remaps else []
         if self._table.upload(self._dense.stream, rows)[3]:
-            return None  # whole rows are to be stored, which the rounds in flight change
+            return None  # the upload would store whole rows, which rounds in flight change
         bucket, variant = verified.bucket, verified.variant
         variant = replace(variant, loop=self._level == "loop" and bucket.loops(replace(variant, loop=False)))
         number = bucket.again(variant, self._graphs, rounds)
@@ -333,7 +339,7 @@ class CudaExecutor(HostExecutor):
         if bucket is None:
             return
         for r in requests:
-            # The head may have run over what was accepted, and the requests are as they were.
+            # The head may have run over accepted tokens that the request, which is as before the round, does not have.
             if isinstance(r.root, DeviceRoot):
                 r.root = None
         self._table.forget()  # rounds may have remapped rows
@@ -341,15 +347,18 @@ class CudaExecutor(HostExecutor):
         self._running = None
 
     def close(self) -> None:
-        # A graph keeps what it points at, the weights too, until it is collected.
+        # A graph keeps everything that it points at, weights too, until the core collects the graph.
         self._running = None
         self._buckets.clear()
         core._graph_collect(True)
 
 
 class CudaDrafts(HostDrafts):
-    """The head's passes on a GPU. Roots stay there, and nothing is waited for: where the head gives NaN, so do its
-    scores for every root behind, and the round that drafts by them tells it (`Drafted.faults`)."""
+    """The head's passes on a GPU. Roots stay on the GPU, and the host waits for nothing.
+
+    If the head gives NaN, its scores for every later root are NaN too. The round that drafts by such scores reports
+    the fault (`Verified.faults`).
+    """
 
     def __init__(
         self,
@@ -390,7 +399,7 @@ class CudaDrafts(HostDrafts):
             for r, depth in zip(batch, depths, strict=True)
         ]
         deepest = max(able, default=0)
-        # Of the levels that graphs are made for; each seat knows how deep it drafts itself.
+        # Round up to levels that graphs are made for. Each seat knows its own depth.
         levels = min(n for n in drafted_levels(self._geometry.shape) if n >= deepest) if deepest else 0
         return AskedRound(batch, able, levels)
 
@@ -407,6 +416,6 @@ class CudaDrafts(HostDrafts):
 
 
 def _overheads(plain: float) -> Overheads:
-    """What rounds take over and above their passes, where a plain pass takes so long."""
+    """Return the time that rounds take beyond their passes, if a plain pass takes ``plain`` seconds."""
     host = max(_HOST - plain, 0.0)
     return Overheads([host, 0.0, _HOSTED, host + _FOLLOWED])

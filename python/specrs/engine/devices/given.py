@@ -1,7 +1,7 @@
-"""What the host says of a round that it launches: requests, their samplers, and trees where it has made some.
+"""The host's inputs to a round that it launches: the requests, their samplers, and trees if the host has made some.
 
-`Given` writes into pinned memory, whose copy to the device is the first thing in a launch. Rounds behind that one begin
-with what the device knows, and are told nothing.
+`Given` writes into pinned memory. A launch begins with the copy of this memory to the device. Rounds behind the
+launched round get nothing from the host: they begin with values on the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from specrs.engine.devices.memory import STOPS, Arrays, BucketMemory, Roots
 from specrs.operands import SamplerArrays
 
 _LEAST_EDITS = 64
-_INV_TEMPERATURE, _PENALISED = 7, 11  # words of a `SamplerRow`: 0 for greedy, and for one without penalties
+_INV_TEMPERATURE, _PENALISED = 7, 11  # words of a `SamplerRow`: 0 if greedy; 0 if there are no penalties
 
 
 class Given:
@@ -25,10 +25,10 @@ class Given:
 
     Attributes:
         arrays: int32 arrays of the host that `upload` copies, by name.
-        edits: sampling's edits of tokens, on the device, by the room for them: tokens, biases and counts.
-        samplers: operands with this room for edits.
-        live: requests of the last launch.
-        changing: whether what tokens are drawn by changes from round to round, so that the host has to say it again.
+        edits: sampling's edits of tokens on the device: tokens, biases and counts. The key is the room for edits.
+        samplers: operands of sampling, by the room for edits.
+        live: number of requests of the last launch.
+        changing: True if the samplers may change from round to round, so that the host has to set them each time.
     """
 
     def __init__(self, memory: BucketMemory, roots: Roots | None) -> None:
@@ -41,7 +41,7 @@ class Given:
         self.edits: dict[int, torch.Tensor] = {}
         self._host_edits: dict[int, torch.Tensor] = {}
         self.samplers: dict[int, SamplerArrays] = {}
-        self._drawn_by: tuple[list[core.Sampler], int | None] = [], None  # what was said, where it stays as it is
+        self._drawn_by: tuple[list[core.Sampler], int | None] = [], None  # the samplers that still hold, and their room
         self.live, self.changing = 0, False
 
     def set_requests(
@@ -55,15 +55,17 @@ class Given:
         limits: Sequence[int] = (),
         stops: Sequence[Collection[int]] = (),
     ) -> None:
-        """Say whom the next launch is for.
+        """Set the requests of the next launch.
 
         Args:
-            rows, lens, tokens, depths: of each live request its row of the page table, its committed length, the root's
-                token, and how deep it drafts, 0 for not at all.
-            nodes: of a tree at most.
-            cap: how deep those that draft do so in rounds behind this one.
-            limits: of each request, the committed length with which it ends.
-            stops: of each request, tokens with which it ends.
+            rows: each live request's row of the page table.
+            lens: each request's committed length.
+            tokens: each request's root token.
+            depths: the depth to which each request drafts; 0 for no drafts.
+            nodes: the most nodes of a tree.
+            cap: the depth to which drafting requests draft in rounds behind this one.
+            limits: the committed length at which each request ends.
+            stops: the tokens at which each request ends.
         """
         live, n = len(rows), self._numbers
         self.live = live
@@ -77,7 +79,7 @@ class Given:
         n["done"][:] = 0
         n["stop_counts"][:] = 0
         for i, some in enumerate(stops):
-            few = list(some)[:STOPS]  # of the others the host tells
+            few = list(some)[:STOPS]  # the host checks the others
             n["stop_counts"][i] = len(few)
             n["stops"][i * STOPS : i * STOPS + len(few)] = few
         n["nodes"][:live], n["nodes"][live:] = nodes, 0
@@ -91,7 +93,7 @@ class Given:
             n["root_from"][live:], n["root_to"][live:] = nothing, -1
 
     def set_trees(self, trees: core.TreeBatch) -> None:
-        """Say what the next launch verifies, of a variant whose trees the host makes: one for each live request."""
+        """Set the trees that the next launch verifies, one for each live request. The variant must have host trees."""
         host, sizes = self._trees, trees.sizes
         total = sum(sizes)
         offsets = [*accumulate(sizes, initial=0)]
@@ -104,8 +106,12 @@ class Given:
         self._memory.arrays["host trees"].copy_(self._host_trees, non_blocking=True)
 
     def set_samplers(self, samplers: Sequence[core.Sampler], moving: bool) -> int | None:
-        """Say what tokens are drawn by; the variant's ``edits``. ``moving``: a sampler has a grammar, and draws by
-        another mask in each round."""
+        """Set the samplers of the next launch, and return the variant's ``edits``.
+
+        Args:
+            samplers: the samplers of the live requests.
+            moving: True if a sampler has a grammar, whose mask differs from round to round.
+        """
         if samplers == self._drawn_by[0]:
             return self._drawn_by[1]
         arrays = {name: from_dlpack(a) for name, a in core._device_samplers(list(samplers)).items()}
@@ -128,19 +134,19 @@ class Given:
                 for i, part in enumerate(edits):
                     host[i * room : i * room + used] = part.view(torch.int32)
                 self.edits[room].copy_(host, non_blocking=True)
-        # Without penalties and biases nothing changes from round to round; biases alone are where they were.
+        # Samplers without penalties and biases do not change. Biases alone need no new upload for the same samplers.
         self.changing = bool(used or penalised)
         self._drawn_by = ([] if penalised or moving else list(samplers)), room
         return room
 
     def least_room(self) -> int:
-        """The ``edits`` of a variant that samples with few, whose memory is there from now on."""
+        """Return the ``edits`` of a variant that samples with few edits, and allocate its memory if necessary."""
         if _LEAST_EDITS not in self.edits:
             self._make_room(_LEAST_EDITS)
         return _LEAST_EDITS
 
     def _make_room(self, room: int) -> None:
-        """For so many edits."""
+        """Allocate memory for ``room`` edits."""
         given = self._memory.given
         self._host_edits[room] = torch.zeros(3 * room, dtype=torch.int32, pin_memory=True)
         self.edits[room] = there = torch.zeros(3 * room, dtype=torch.int32, device=given["rows"].device)
@@ -152,5 +158,5 @@ class Given:
         )  # fmt: skip
 
     def upload(self) -> None:
-        """Copy all of it but trees and edits, which are on their way."""
+        """Copy the inputs to the device, except trees and edits, whose copies have already been started."""
         self._memory.arrays["given"].copy_(self._host, non_blocking=True)

@@ -1,8 +1,8 @@
 """A GPU's rounds of one bucket: launched, captured as CUDA graphs, repeated by the device, and read by the host.
 
-A round can be launched behind another of which the host knows nothing yet, or go round and round in a WHILE loop on the
-device. Each publishes what it found to a place of mapped memory, where `Bucket.collect` reads it without a
-synchronisation. A graph has the addresses of all that its launches use, so it lasts as long as none of that has moved.
+A round can be launched before the host has read the round in front of it, or repeat in a WHILE loop on the device. Each
+round publishes its results to a place of mapped memory, where `Bucket.collect` reads them without a synchronisation. A
+graph holds the addresses of all memory that its launches use, so it is valid only until some of that memory moves.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from specrs.engine.devices.given import Given
 from specrs.engine.devices.launches import Launches, Variant
 from specrs.engine.devices.memory import Arrays, BucketMemory, Models
 
-_COLD = 1  # runs of a variant before it is captured, which load kernels and grow memory
-_DOUBTS = 3  # captures during which memory is allocated, before the variant is taken to do so
-MOST_AHEAD = 8  # rounds of a loop at most
-_BUDGET = 32  # `EXIT_BUDGET` of src/round/round_end.rs: the loop has run as many rounds as it was to
+_COLD = 1  # runs of a variant before it is captured; these load kernels and grow memory
+_DOUBTS = 3  # captures during which memory is allocated, before the variant itself is taken to be the cause
+MOST_AHEAD = 8  # the most rounds of a loop
+_BUDGET = 32  # `EXIT_BUDGET` of src/round/round_end.rs: the loop has run all rounds that it was launched for
 
 
 @dataclass(frozen=True, eq=False)
 class _Captured:
-    """A round's launches, and where its logits lie."""
+    """The captured launches of a round, and the memory of its logits."""
 
     graph: core._Graph
     logits: torch.Tensor
@@ -40,18 +40,19 @@ class Bucket:
     """The rounds of up to ``batch`` requests.
 
     Attributes:
-        memory: all arrays.
-        given: what the host says of the next launch.
-        launches: of a round.
-        logits: of the last round, a row for each node.
-        rounds: launched so far; of a loop under way, those that are known of.
-        looping: whether a loop may be under way.
-        overtaken: whether a pass of the target that is none of these rounds has run behind them, over its logits.
-        cold: whether the last launch made what later ones of its variant only replay.
-        waited: seconds, ever, for which the host waited for rounds to end.
-        graphs: by variant.
-        runs: of each variant without a graph, since scratch memory moved; very few once a capture of it has failed.
-        doubts: of each variant, captures during which somebody allocated memory.
+        memory: all arrays of the bucket.
+        given: the host's inputs to the next launch.
+        launches: the launches of a round.
+        logits: the last round's logits, a row for each node.
+        rounds: number of rounds launched so far. For a loop under way, only rounds that the host knows of count.
+        looping: True if a loop may be under way.
+        overtaken: True if another pass of the target has run behind the last round and overwritten its logits.
+        cold: True if the last launch had to run or capture a variant that later launches only replay.
+        waited: total seconds for which the host waited for rounds to end.
+        graphs: captured rounds by variant.
+        runs: number of runs of each variant without a graph since scratch memory moved; a huge negative number if a
+            capture of the variant has failed.
+        doubts: number of captures of each variant during which somebody allocated memory.
     """
 
     def __init__(self, models: Models, batch: int) -> None:
@@ -59,7 +60,7 @@ class Bucket:
         self.memory = BucketMemory(models, batch)
         self.given = Given(self.memory, models.roots)
         self.launches = Launches(models, self.memory, self.given)
-        self.logits = self.memory.arrays["given"]  # until the first launch
+        self.logits = self.memory.arrays["given"]  # a placeholder before the first launch
         self.rounds, self.waited = 0, 0.0
         self.looping = self.overtaken = self.cold = False
         self.graphs: dict[Variant, _Captured] = {}
@@ -70,12 +71,16 @@ class Bucket:
     # -- launching ------------------------------------------------------------------------------------------------
 
     def launch(self, variant: Variant, graphs: bool) -> int:
-        """Upload what was `given`, and run the round behind whatever the current stream has. Returns its number."""
+        """Upload the inputs in `given`, and run a round behind all work of the stream. Returns the round's number."""
         self.given.upload()
         return self.again(variant, graphs)
 
     def again(self, variant: Variant, graphs: bool, rounds: int = 1) -> int:
-        """Run a round that begins where the last one ends; a loop, up to so many. Returns the first one's number."""
+        """Run a round that begins where the last round ends. A variant that loops runs up to ``rounds`` rounds.
+
+        Returns:
+            The number of the first round.
+        """
         number = self.rounds
         self.rounds, self.looping, self.overtaken = number + 1, variant.loop, False
         if self._epoch != self._captured_at:  # scratch memory that graphs were captured with has moved
@@ -88,37 +93,42 @@ class Bucket:
             kept = self._capture(variant)
         if kept is not None:
             if variant.loop:
-                self.memory.ring.clear_stop()  # nothing runs that was to be stopped
+                self.memory.ring.clear_stop()  # an earlier request to stop is over, as its loop has ended
                 self.memory.arrays["control"][1:2].fill_(rounds)
             kept.graph.launch(self.models.dense.stream)
             self.logits = kept.logits
         else:
-            # The first time loads kernels and grows memory, which a capture could not.
+            # The first run loads kernels and grows memory. A capture could not do either.
             self.looping = False
             self.logits = self.launches.run(replace(variant, loop=False), 0)
             self.runs[variant] += 1
         return number
 
     def loops(self, variant: Variant) -> bool:
-        """Whether the variant can go on by itself: there is a graph of it over the present memory, and none of a loop
-        of it has failed."""
+        """Return whether the device can repeat the variant in a loop.
+
+        It can if the variant has a graph over the present memory and no capture of its loop has failed.
+        """
         again = replace(variant, loop=True)
         return variant in self.graphs and self._epoch == self._captured_at and self.runs[again] >= 0
 
     @property
     def _epoch(self) -> int:
-        """Counts moves of the scratch memory that a round's launches use: activations of both models, and what products
-        and attention work in. Everything else of a round stays where it is as long as this bucket does."""
+        """The number of moves so far of the scratch memory that a round's launches use.
+
+        This memory has the activations of both models and the workspaces of products and attention. All other memory
+        of a round stays in place as long as this bucket exists.
+        """
         m = self.models
         return m.dense.memory.moves + m.target.moves + (0 if m.head is None else m.head.moves)
 
     def _capture(self, variant: Variant) -> _Captured | None:
-        """A graph of the variant's launches, which are not run; ``None`` where it cannot be captured."""
+        """Capture a graph of the variant's launches without running them. Returns ``None`` if the capture fails."""
         ordinal, epoch, stream = self._cuda.index, self._epoch, self.models.dense.stream
         keep = self.launches.kept()
         made: list[torch.Tensor] = []
         allocated, collecting = _allocations(self._cuda), gc.isenabled()
-        gc.disable()  # what it would destroy within the capture could break it
+        gc.disable()  # destroying an object within the capture could break the capture
         try:
             if variant.loop:
                 core._device_round_end_load(ordinal)
@@ -130,14 +140,14 @@ class Bucket:
             if self._epoch != epoch:
                 raise RuntimeError("scratch memory moved within the capture")
             if _allocations(self._cuda) != allocated:
-                # By another thread, perhaps: then not the next time.
+                # Another thread may have allocated; then a later capture works.
                 self.doubts[variant] += 1
                 if self.doubts[variant] < _DOUBTS:
                     return None
                 raise RuntimeError("torch allocated memory within the capture")
         except (RuntimeError, core.GraphCaptureError) as error:
             self.models.dense.forget()
-            self.runs[variant] = -sys.maxsize  # from now on without
+            self.runs[variant] = -sys.maxsize  # never try again
             warnings.warn(f"{variant} runs without a CUDA graph: {error}", RuntimeWarning, stacklevel=2)
             return None
         finally:
@@ -149,19 +159,24 @@ class Bucket:
     # -- reading --------------------------------------------------------------------------------------------------
 
     def collect(self, number: int) -> Arrays:
-        """What a round found, for which this waits. Raises what kernels skipped, OutOfBoundsError, and StaleOutputError
-        once later rounds have overwritten it."""
+        """Wait for a round, and return its results.
+
+        Raises:
+            SpecrsError: an error other than NaN made a kernel skip its work.
+            OutOfBoundsError: a kernel wrote between the arrays.
+            StaleOutputError: later rounds have overwritten the results.
+        """
         ring, dense = self.memory.ring, self.models.dense
         started = time.perf_counter()
         ring.wait(number, dense.stream)
         self.waited += time.perf_counter() - started
-        with suppress(core.NonFiniteError):  # `faults` and `sound` say of whom
+        with suppress(core.NonFiniteError):  # the results name the requests, in `faults` and `sound`
             dense.faults.check()
         self.memory.check_guards(dense.stream)
         return self.memory.results[ring.slot(number)]
 
     def followed_by(self, number: int) -> int | None:
-        """The round that the device began by itself behind this one, of a loop, for which this waits."""
+        """Wait for a round of a loop, and return the round that the device began by itself behind it, if any."""
         if not self.looping or number != self.rounds - 1:
             return None
         header = self.collect(number)["header"]
@@ -172,24 +187,24 @@ class Bucket:
         return None
 
     def ended(self, number: int) -> bool:
-        """Whether a round of a loop, which was collected, was its last though the loop was to have more."""
+        """Return whether a loop ended early with this collected round, before all its rounds had run."""
         return bool(int(self.collect(number)["header"][self.memory.ring.exit]) & ~_BUDGET)
 
     def holds(self, number: int) -> bool:
-        """Whether device memory of rounds (features, root_logits) is still what this one left there."""
+        """Return whether device memory of rounds (features, root_logits) still has what this round left there."""
         return not self.looping and number == self.rounds - 1
 
     def holds_logits(self, number: int) -> bool:
-        """Whether the logits are still this round's."""
+        """Return whether `logits` still has this round's logits."""
         return self.holds(number) and not self.overtaken
 
     def request_stop(self) -> None:
-        """A loop under way ends with the round at hand."""
+        """Have a loop under way, if any, end with its current round."""
         if self.looping:
             self.memory.ring.ask_stop()
 
     def settle(self) -> None:
-        """Wait for everything that was launched, whatever it was, and forget what its kernels skipped."""
+        """Stop a loop, wait for everything that was launched, and forget the errors of its kernels."""
         ring = self.memory.ring
         ring.ask_stop()
         try:
@@ -202,5 +217,5 @@ class Bucket:
 
 
 def _allocations(cuda: torch.device) -> int:
-    """Blocks that torch has handed out so far."""
+    """Return the number of blocks that torch has handed out so far."""
     return int(torch.cuda.memory_stats(cuda)["allocation.all.allocated"])

@@ -1,7 +1,7 @@
-"""The executor that plans, picks drafts and accepts on the host; models compute wherever their memory lies.
+"""The executor that plans, picks drafts and accepts on the host. Models compute wherever their memory lies.
 
-Plans, trees, samplers and beams are the Rust core's. Where a pass ran on another device, its logits come back to the
-host before anything is decided by them.
+Plans, trees, samplers and beams are objects of the Rust core. If a pass ran on another device, its logits are copied to
+the host, and the host decides by them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from specrs.models.ops import KvMemory
 class _Pass:
     aux: FeatureRows | None  # features of its rows
     starts: Sequence[int]  # each request's first row
-    scores: torch.Tensor  # float32 logits on the host, memory of the next pass too
+    scores: torch.Tensor  # float32 logits on the host; the next pass may overwrite them
 
     def features(self, request: int, rows: Sequence[int]) -> Features:
         assert self.aux is not None
@@ -54,7 +54,7 @@ class _Pass:
 @dataclass(eq=False)
 class HostPrefilled(_Pass):
     drawn: list[tuple[list[int], core.NonFiniteError | core.GrammarFailedError | None]]
-    kept: dict[int, int]  # where the logits of a row are
+    kept: dict[int, int]  # maps a row of the pass to its row in `scores`
 
     def logits(self, request: int, rows: Sequence[int]) -> torch.Tensor:
         first = self.starts[request]
@@ -83,22 +83,22 @@ class HostDrafted:
 
 @dataclass(eq=False)
 class Root:
-    """The head's result for a request's root: logits and hidden state, rows of its memory until `keep`."""
+    """The head's result for a request's root: logits and hidden state. Both lie in the head's memory until `keep`."""
 
     logits: torch.Tensor
     hidden: torch.Tensor
 
     def keep(self) -> None:
-        """Before the head's next pass overwrites them."""
+        """Copy the logits and the hidden state, before the head's next pass overwrites them."""
         self.logits, self.hidden = self.logits.clone(), self.hidden.clone()
 
 
 class HostExecutor:
-    """One target and perhaps a head.
+    """Runs one target, and perhaps a head.
 
     Attributes:
-        target: the model, whose attention says which format passes are planned in.
-        cache: its KV, of the pool's pages.
+        target: the target model. Its attention decides the format of plans.
+        cache: the target's KV, in the pool's pages.
         drafts: the head's passes; ``None`` without a head.
     """
 
@@ -120,7 +120,7 @@ class HostExecutor:
             self.drafts = self._drafts(head, head.new_cache(pool.num_pages, pool.page_size, dtype), config)
 
     def _drafts(self, head: Eagle3Head, cache: KvMemory, config: EngineConfig) -> HostDrafts:
-        """The head's passes."""
+        """Return the object that runs the head's passes."""
         return HostDrafts(head, cache, self.planner, config, self.target.config.vocab_size)
 
     def entered(self) -> AbstractContextManager[object]:
@@ -129,7 +129,7 @@ class HostExecutor:
     def speculation(self, pages: Pages) -> AdaptiveTree:
         head = None if self.drafts is None else (self.drafts.head, self.drafts.cache)
         policy = calibrated(self.target, self.cache, head, self.planner, pages)
-        if self.planner.format == "native":  # attention of other formats reads all of a request's KV
+        if self.planner.format == "native":  # attention of other formats reads all KV of a request
             policy.tail = TAIL
         return AdaptiveTree(policy, self.planner.geometry.shape.topk)
 
@@ -198,35 +198,35 @@ class HostExecutor:
         return None
 
     def request_stop(self) -> None:
-        """A host does nothing by itself."""
+        """Do nothing, because the host begins no round by itself."""
 
     def collect(self, verified: Verified, batch: Batch, rows: Sequence[int]) -> Verified:
         return verified
 
     def abandon(self, requests: Sequence[Request]) -> None:
-        """A round that failed here has changed nothing."""
+        """Do nothing, because a failed round of the host has changed nothing."""
 
     def close(self) -> None:
-        """Nothing keeps them but this object."""
+        """Do nothing, because only this object keeps models and caches."""
 
     def _logits(
         self, tokens: torch.Tensor, plan: core.Plan, aux: FeatureRows | None, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """Logits of a pass, on the host."""
+        """Run a pass of the target, and return its logits on the host."""
         return self.target.ops.dense.host(self.target.forward(tokens, plan, self.cache, aux, rows)[0])
 
     def _features(self, follow: bool, rows: int) -> FeatureRows | None:
-        """Memory for the features of a pass."""
+        """Return memory for the features of a pass; ``None`` if no features are kept."""
         return self.target.features.rows(rows) if follow and self.target.features is not None else None
 
 
 class HostDrafts:
-    """The head's passes.
+    """Runs the head's passes.
 
     Attributes:
         head: the model.
-        cache: its KV, of the pages of the target's.
-        beams: candidates of the round.
+        cache: the head's KV, in the same pages as the target's.
+        beams: the round's candidates.
     """
 
     def __init__(
@@ -242,9 +242,9 @@ class HostDrafts:
         self.beams = core.DraftBeams(geometry.max_batch, geometry.shape, head.d2t, vocab_size)
         self.vocabulary = frozenset(head.target_ids.tolist())
         self._planner, self._geometry, self._mode = planner, geometry, config.branches_attend
-        self._levels = config.head_shape.steps  # the geometry's may be those of deeper sources
-        self._lent: list[tuple[Request, Root]] = []  # roots that are the head's own memory
-        # Of a request that does not draft.
+        self._levels = config.head_shape.steps  # deeper sources may raise the geometry's steps, but not these
+        self._lent: list[tuple[Request, Root]] = []  # roots that lie in the head's own memory
+        # The root of requests that do not draft.
         self._no_root = Root(torch.zeros(self.beams.draft_vocab), head.placement.empty(head.config.hidden_size).zero_())
 
     def write(self, entries: Entries) -> list[core.NonFiniteError | None]:
@@ -258,7 +258,7 @@ class HostDrafts:
         inputs = self._inputs(entries)
         rows = torch.tensor([end - 1 for end in accumulate(entries.counts)])
         logits, hidden = clock("draft_extend", len(inputs[0]), self._extend, *inputs, rows)
-        # Hidden states attend to all draft KV before them: a sound one shows that all of that is sound.
+        # A hidden state depends on all draft KV before it. So if it is sound, all of that draft KV is sound.
         sound = math.isfinite(hidden.sum().item())
         found: list[object] = []
         for i, r in enumerate(entries.requests):
@@ -271,18 +271,18 @@ class HostDrafts:
         roots = [self._root(r) for r in batch]
         beams.start(_stack([root.logits for root in roots]))
         hidden = _stack([root.hidden for root in roots])
-        # Their hidden states were sound, and so is their draft KV.
+        # The hidden states of faulty requests were sound, so all of their draft KV is sound too.
         depths, faults = list(depths), [(error, batch.lens[error.request]) for error in beams.faults]
         for error, _ in faults:
             depths[error.request] = 0
         if self._geometry.layout == "holey":
-            # Whole pages bring the prefix's tail along before a branch.
+            # A branch begins with whole pages, so copy the tail of the prefix there.
             self.head.dense.kv_move(self.cache, self._planner.tail_copies(batch.seqs, batch.lens))
         steps = 0
         while steps < min(self._levels, max(depths)) - 1 and (deepen is None or deepen(beams, depths, steps + 1)):
             plan = _begun(self._planner.draft(batch.seqs, batch.lens, steps, beams, self._mode), batch.requests)
             tokens = from_dlpack(beams.tokens)
-            # The only beam of a request continues itself.
+            # With one beam per request, each beam continues itself.
             inputs = hidden if shape.topk == 1 else hidden.index_select(0, from_dlpack(beams.parents).to(hidden.device))
             logits, hidden = clock("draft_step", len(tokens), self._step, tokens, inputs, plan)
             beams.advance(logits)
@@ -290,7 +290,7 @@ class HostDrafts:
         finish = partial(beams.finish, [r.tokens[-1] for r in batch], depths, [shape.draft_tokens] * len(batch))
         return HostDrafted(finish(), steps, faults, finish)
 
-    unites = False  # here the host has seen the head's drafts, and merges by what sources claim
+    unites = False  # the host sees the head's drafts here, and merges them with others by claimed probabilities
 
     def unite(self, drafted: Drafted, trees: core.TreeBatch) -> Drafted | None:
         return None
@@ -310,7 +310,7 @@ class HostDrafts:
         return self.head.dense.host(logits), hidden
 
     def _inputs(self, entries: Entries) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], core.Plan]:
-        """Tokens, features and plan of a pass over entries: the token of an entry is the one after its position."""
+        """Return tokens, features and plan of a pass over entries. An entry's token is the token after its position."""
         each = list(zip(entries.requests, entries.starts, entries.counts, strict=True))
         tokens = torch.tensor([t for r, start, n in each for t in r.tokens[start + 1 : start + 1 + n]])
         plan = self._planner.extend(entries.seqs, entries.starts, entries.counts)
@@ -326,7 +326,7 @@ class HostDrafts:
         return request.root if isinstance(request.root, Root) else self._no_root
 
     def _keep_lent(self) -> None:
-        """Before a pass of the head: it overwrites what it has lent."""
+        """Copy the roots that requests still use. Call this before a pass of the head, which overwrites them."""
         for request, root in self._lent:
             if request.root is root:
                 root.keep()
@@ -334,7 +334,7 @@ class HostDrafts:
 
 
 def _begun(plan: core.Plan, requests: Sequence[Request]) -> core.Plan:
-    """The head's plan, which reads no draft KV from before where each request's begins."""
+    """Return the head's plan, changed so that it reads no draft KV from before each request's ``draft_from``."""
     starts = [r.draft_from for r in requests]
     return plan.attending_from(starts) if any(starts) else plan
 
@@ -342,8 +342,11 @@ def _begun(plan: core.Plan, requests: Sequence[Request]) -> core.Plan:
 def likeliest(
     trees: core.TreeBatch, starts: Sequence[int], logits: torch.Tensor, requests: Sequence[int], count: int
 ) -> list[tuple[list[int], list[list[int]]]]:
-    """`Verified.likeliest` of a device, by the logits of all nodes; ``starts`` has each request's first row, and behind
-    the last."""
+    """Compute `Verified.likeliest` of a device from the logits of all nodes.
+
+    Args:
+        starts: each request's first row, and the end of the last request's rows.
+    """
     tokens, sizes = from_dlpack(trees.tokens), trees.sizes
     rows = [row for i in requests for row in range(starts[i], starts[i] + sizes[i])]
     whole = len(rows) == len(logits)
@@ -362,7 +365,7 @@ def _stack(rows: list[torch.Tensor]) -> torch.Tensor:
 def _draw(
     request: Request, logits: torch.Tensor
 ) -> tuple[list[int], core.NonFiniteError | core.GrammarFailedError | None]:
-    """The first token of a request, or why there is none."""
+    """Draw the first token of a request. Returns the token, or no token and the error that prevented it."""
     try:
         return [request.sampler.draw(logits, len(request.tokens), [])], None
     except (core.NonFiniteError, core.GrammarFailedError) as error:
@@ -370,7 +373,7 @@ def _draw(
 
 
 def non_finite(what: str, row: torch.Tensor) -> core.NonFiniteError | None:
-    """The error of a row that holds NaN or an infinity."""
+    """Return the error for a row that holds NaN or an infinity; ``None`` if all its values are finite."""
     bad = (~row.isfinite()).nonzero()
     if not len(bad):
         return None

@@ -1,4 +1,4 @@
-"""Rounds on a GPU as the engine sees them: what is asked for, and what has been launched and not been read."""
+"""Rounds on a GPU as the engine sees them: rounds to be launched, and launched rounds with their results."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from specrs.models.features import FeatureRows, Features
 
 @dataclass(frozen=True)
 class DeviceRoot:
-    """A request's root lies in `Roots`, in the row of its sequence, until the next round that drafts for that row.
+    """A request's root that lies in `Roots`, until the next round that drafts for the same row.
 
     Attributes:
-        row: of the page table.
-        start: of the head's KV, the first entry that the pass which gave the root wrote.
+        row: the row of the request's sequence in the page table, and of the root in `Roots`.
+        start: position of the first entry of draft KV that was written by the pass which gave the root.
     """
 
     row: int
@@ -37,9 +37,10 @@ class AskedRound:
     """Drafts that `CudaExecutor.verify` launches together with their verification.
 
     Attributes:
-        depths: how deep each request drafts, 0 for not at all.
-        levels: of drafts that are run, 0 without any.
-        trees: of the host, with which the drafts are united.
+        batch: the requests of the round.
+        depths: the depth to which each request drafts; 0 for no drafts.
+        levels: levels of drafts that the round runs; 0 without drafts.
+        trees: the host's trees that the device unites with the drafts; ``None`` without.
     """
 
     batch: Batch
@@ -54,15 +55,18 @@ class AskedRound:
 
 @dataclass(eq=False)
 class LaunchedRound:
-    """A round that runs or has run. What it found is waited for when it is asked for, and is there until many rounds
-    later; what it left in device memory (features, logits), until the next one.
+    """A round that runs or has run.
+
+    Asking for its results waits for the round. The results stay readable for many rounds; features and logits, which
+    stay in device memory, only until the next round.
 
     Attributes:
-        batch: requests that are asked about, as they are once all rounds before are collected.
-        bucket, number: where it runs, and which of the rounds there it is.
-        variant: what was launched.
-        seats: of each request.
-        host_drafted: trees that the host made; ``None`` where the device drafted them, or some of their nodes.
+        batch: the requests to give results for, as they are once all rounds before are collected.
+        bucket: the bucket that runs the round.
+        number: the round's number in the bucket.
+        variant: the variant that was launched.
+        seats: each request's seat.
+        host_drafted: trees that the host made; ``None`` if the device drafted all or some of their nodes.
     """
 
     batch: Batch
@@ -82,7 +86,11 @@ class LaunchedRound:
         return found
 
     def _held(self, what: str, held: bool) -> Bucket:
-        """The bucket, whose device memory still has what this round left. Raises StaleOutputError."""
+        """Return the bucket if its device memory still has what this round left there (``held``).
+
+        Raises:
+            StaleOutputError: a later round or pass has overwritten it.
+        """
         bucket = self.bucket
         if not held:
             what = f"{what} of round {self.number} of the bucket of {bucket.batch} requests"
@@ -94,7 +102,7 @@ class LaunchedRound:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Each request's first row of the pass, and behind the last seat's."""
+        """Each request's first row of the pass, and the end of the pass's rows."""
         if not self.variant.levels:
             return [*self.seats, self.bucket.given.live]
         if self.host_drafted is not None:
@@ -125,7 +133,7 @@ class LaunchedRound:
     def accepts(self) -> core.Accepts:
         found = self._found
         if any(self._faulty):
-            # Rare: the host looks at the rows, and says of each request what was wrong.
+            # This is rare: the host looks at the rows itself, and finds the error of each request.
             trees = self.trees
             each = zip(self.starts, trees.sizes, strict=False)
             logits = self._logits([row for first, size in each for row in range(first, first + size)])
@@ -138,16 +146,16 @@ class LaunchedRound:
         return self._logits([first + row for row in rows])
 
     def _logits(self, rows: list[int]) -> torch.Tensor:
-        """Of rows of the pass, on the host."""
+        """Copy the logits of some rows of the pass to the host."""
         bucket = self._held("logits", self.bucket.holds_logits(self.number))
         return bucket.logits[rows].to("cpu", torch.float32)
 
     def _of_seats(
         self, offsets: torch.Tensor, arrays: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Of arrays with a part for each seat, those of the requests' seats."""
+        """Return the parts of the arrays that belong to the requests' seats, with their offsets."""
         seats = self.seats
-        if isinstance(seats, range):  # of every request since the launch
+        if isinstance(seats, range):  # every request of the launch is still in the batch
             return offsets[: len(seats) + 1], arrays
         ends: list[int] = offsets.tolist()
         index = torch.tensor([i for seat in seats for i in range(ends[seat], ends[seat + 1])], dtype=torch.int64)
@@ -156,7 +164,7 @@ class LaunchedRound:
 
     @cached_property
     def _faulty(self) -> list[bool]:
-        """Of each request, whether the target's scores were not finite."""
+        """True for each request whose scores from the target were not finite."""
         faults: list[int] = self._found["faults"].tolist()
         return [faults[seat] != 0 for seat in self.seats]
 
@@ -166,7 +174,7 @@ class LaunchedRound:
 
     @cached_property
     def faults(self) -> list[tuple[core.NonFiniteError, int]]:
-        """Requests whose root's draft scores give no distribution."""
+        """Errors of requests whose root has draft scores without a distribution, and their sound draft KV positions."""
         if self.host_drafted is not None:
             return list(self.host_drafted.faults)
         if not self.variant.levels:
@@ -184,7 +192,7 @@ class LaunchedRound:
     def features(self, request: int, rows: Sequence[int]) -> Features:
         memory = self._held("features", self.bucket.holds(self.number)).launches.features
         assert memory is not None and not self.drafted(request)
-        # The next round overwrites them. Without drafts there is one row, the root's.
+        # Copy the features, because the next round overwrites them. Without drafts there is one row, the root's.
         first = self.starts[request]
         if list(rows) == [0]:
             kept = memory.stacked.narrow(1, first, 1).clone()
@@ -195,17 +203,17 @@ class LaunchedRound:
 
     def likeliest(self, requests: Sequence[int], count: int) -> list[tuple[list[int], list[list[int]]]] | None:
         if not self.bucket.holds_logits(self.number):
-            return None  # and nobody waits for a round that runs
+            return None  # a later round or pass may have overwritten the logits
         return likeliest(self.trees, self.starts, self.bucket.logits, requests, count)
 
     @cached_property
     def _depths(self) -> list[int]:
-        """How deep each seat drafted."""
+        """The depth to which each seat drafted."""
         depths: list[int] = self._found["depths"].tolist()
         return depths
 
     def drafted(self, request: int) -> bool:
-        """Whether the request had drafts, and the head has run over what was accepted of them."""
+        """Return whether the request drafted. If so, the head has already run over its accepted tokens."""
         return self.variant.levels > 0 and self._depths[self.seats[request]] > 0
 
     def root(self, request: int) -> DeviceRoot | None:
@@ -215,7 +223,11 @@ class LaunchedRound:
 
 
 def _bad_root(request: int, logits: torch.Tensor | None) -> core.NonFiniteError:
-    """Why nothing can be drafted from a root's logits; ``None`` where a later round has overwritten them."""
+    """Return the error of a root whose logits cannot be drafted from.
+
+    Args:
+        logits: the root's logits; ``None`` if a later round has overwritten them.
+    """
     error = None if logits is None or bool(logits.isneginf().all()) else non_finite("draft logits", logits)
     if error is None:
         value, index = ("all -inf", 0) if logits is not None else ("not finite", -1)

@@ -1,11 +1,11 @@
-"""What a GPU's round launches, from the roots' logits to the head's pass over what was accepted.
+"""The launches of a GPU's round, from the roots' logits to the head's pass over the accepted tokens.
 
     select, (plan, head, select) ..., build trees | plan, target, accept, commit | plan, head
 
-Trees of the host take the place of the drafts, or are united with those that the head drafts. Lengths, beams, trees and
-accepted paths stay on the device: kernels read them there, and the round's end makes what the next one begins with. So
-the same launches, over the same memory, run as they are, from a CUDA graph of them, or from that graph in a loop. Bits
-do not depend on which.
+Trees of the host replace the drafts, or are united with the trees that the head drafts. Lengths, beams, trees and
+accepted paths stay on the device. Kernels read them there, and the end of a round writes the values that the next round
+begins with. So the same launches over the same memory can run directly, from a CUDA graph, or from that graph in a
+loop. All three give the same bits.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from specrs.operands import (
 
 @dataclass(frozen=True)
 class Variant:
-    """What a launch is made for: a graph each.
+    """A kind of round. Each variant has a CUDA graph of its own.
 
     Attributes:
-        batch: seats.
-        levels: of drafts, 0 for a round of roots alone.
-        follow: whether the target's features are kept.
-        edits: room for sampling's edits of tokens; ``None`` where all requests are greedy and have none.
-        loop: whether the device goes on by itself.
-        trees: whether the host made them, of as many nodes as those of ``levels`` have.
-        drafts: with trees of the host's, levels that the device drafts and unites with these; 0 for none.
+        batch: number of seats.
+        levels: levels of the trees; 0 for a round of roots alone.
+        follow: True if the target's features are kept.
+        edits: room for sampling's edits of tokens; ``None`` if all requests are greedy and have no edits.
+        loop: True if the device repeats the round by itself.
+        trees: True if the host makes the trees, with at most as many nodes as trees of ``levels`` levels have.
+        drafts: levels that the device drafts and unites with the host's trees; 0 if it unites nothing.
     """
 
     batch: int
@@ -63,20 +63,21 @@ class Launches:
     """The launches of a bucket's rounds.
 
     Attributes:
-        features: of the target's pass, a row for each node; ``None`` without a head.
-        root_logits: of the head, by which the last round's drafts began, a row for each seat.
+        features: the features of the target's pass, a row for each node; ``None`` without a head.
+        root_logits: the head's logits with which the last round's drafts began, a row for each seat.
     """
 
     def __init__(self, models: Models, memory: BucketMemory, given: Given) -> None:
         self._m, self._memory, self._given, self.batch = models, memory, given, memory.batch
         self._shape, cuda = models.geometry.shape, models.dense.placement.device
-        # With a processor for each row of logits, all are looked at at once.
+        # If each row of logits gets a processor of its own, verification looks at all rows at once.
         self._processors = torch.cuda.get_device_properties(cuda).multi_processor_count
         self._plan_arrays: dict[tuple[str, int], PlanArrays] = {}
         self._plans = {name: self._plan(name, 0) for name in ("draft", "decode")}
         self._extends = {trees: self._plan("extend", most) for trees, most in memory.paths.items()}
         self._verifies = [self._plan("verify", most_nodes(self._shape, n)) for n in range(self._shape.steps + 1)]
-        # Each counts in its own place, which depends on its sizes; a launch leaves it ready for the next of the same.
+        # Verification of each kind counts in scratch memory of its own, because the layout depends on its sizes. A
+        # launch leaves the memory ready for the next launch of the same kind.
         self._scratch = {
             (levels, sampled, trees): torch.zeros(
                 core._device_verify_scratch(
@@ -95,7 +96,10 @@ class Launches:
             self._name_drafts()
 
     def kept(self) -> list[object]:
-        """What the launches point at. Nothing of it points back here, or nobody would ever let go of a graph."""
+        """Return the objects whose memory the launches use.
+
+        None of them may refer to this object, because a graph keeps them and would then never be let go of.
+        """
         m, memory = self._m, self._memory
         return [memory.arena, memory.ring, m.table, m.cache, m.draft_cache, m.target, m.head, m.roots, m.activations,
                 m.to_target, *self._scratch.values(), *self._given.edits.values()]  # fmt: skip
@@ -103,7 +107,7 @@ class Launches:
     # -- operands that stay where they are ------------------------------------------------------------------------
 
     def _name_operands(self) -> None:
-        """Arrays that launches take together."""
+        """Group the arrays into the operands that launches take."""
         a, out, given, batch = self._memory.arrays, self._memory.found, self._memory.given, self.batch
         self._state = SeatState(lens=given["lens"], roots=given["roots"], depths=given["depths"], done=given["done"])
         self._limits = SeatLimits(
@@ -120,7 +124,7 @@ class Launches:
             )
             for path in {1, *self._memory.paths.values()}
         }  # fmt: skip
-        # Trees by whether the host made them, and by levels.
+        # The keys are: True if the host made the trees, and the trees' levels.
         self._to_verify_trees = {
             (host, levels): TreeArrays(
                 tokens=made["tree_tokens"][: batch * most_nodes(self._shape, levels)],
@@ -136,7 +140,7 @@ class Launches:
             self._moves = MoveArrays(src=a["move src"], dst=a["move dst"], offsets=a["move offsets"])
 
     def _name_drafts(self) -> None:
-        """What passes from one model to the other, and arrays by which the device drafts."""
+        """Group the arrays that one model passes to the other, and the arrays that the device drafts with."""
         act, b, shape, aux = self._m.activations, self.batch, self._shape, self._m.target.aux_layers
         assert act is not None
         self.features = FeatureRows(aux, act.features[:, : b * shape.draft_tokens])
@@ -168,7 +172,7 @@ class Launches:
             )  # fmt: skip
 
     def _plan(self, name: str, nodes: int) -> DevicePlan:
-        """The plan of a phase; of verification and of accepted paths, for so many nodes a request."""
+        """Return the plan of a phase. Plans of the phases verify and extend are for ``nodes`` nodes a request."""
         a = self._arrays(name, nodes)
         mask = a.mask if a.mask.numel() else None
         most = {"draft": self._shape.topk, "verify": nodes, "extend": nodes, "decode": 1}[name]
@@ -178,7 +182,7 @@ class Launches:
         )
 
     def _arrays(self, name: str, nodes: int) -> PlanArrays:
-        """A phase's plan; of verification and of accepted paths, for so many nodes a request."""
+        """Return the arrays of a phase's plan, for ``nodes`` nodes a request in the phases verify and extend."""
         kept = self._plan_arrays.get((name, nodes))
         if kept is not None:
             return kept
@@ -194,9 +198,12 @@ class Launches:
     # -- a round --------------------------------------------------------------------------------------------------
 
     def run(self, variant: Variant, handle: int) -> torch.Tensor:
-        """Launch a round; returns where its logits lie, a row for each node. ``handle``: of the loop whose body it is,
-        else 0."""
-        self._m.dense.forget()  # a sum that a broken pass owes would be in a graph for good, its memory would not
+        """Launch a round. Returns the memory of its logits, a row for each node.
+
+        Args:
+            handle: the handle of the loop that has the round as its body; 0 without a loop.
+        """
+        self._m.dense.forget()  # else a graph would keep a sum that a failed pass left undone, but not its memory
         self._memory.poison(self._m)
         if variant.drafts:
             self._draft(variant.drafts, self._own_trees)
@@ -215,7 +222,7 @@ class Launches:
         return logits
 
     def _end(self, handle: int) -> None:
-        """Make what the next round begins with, and tell the host."""
+        """Write the values that the next round begins with, and publish the results to the host."""
         a = self._memory.arrays
         core._device_round_end(
             self._memory.ring, accepts=self._round_found, limits=self._limits, state=self._state, control=a["control"],
@@ -244,7 +251,7 @@ class Launches:
         )  # fmt: skip
 
     def _unite(self) -> None:
-        """Make one tree of what the head has drafted and of the host's, for each seat."""
+        """Unite the head's tree and the host's tree of each seat."""
         given = self._memory.given
         core._device_tree_unite(
             shape=self._shape, own=self._own_drafts, other=self._others_trees, roots=given["roots"],
@@ -253,7 +260,7 @@ class Launches:
         )  # fmt: skip
 
     def _verified(self, variant: Variant) -> TreeArrays:
-        """The trees that are verified: roots alone, the host's, or those that the device has made."""
+        """Return the trees to verify: roots alone, the host's trees, or trees that the device has made."""
         if not variant.levels:
             return self._root_trees
         return self._to_verify_trees[variant.trees and not variant.drafts, variant.levels]
@@ -311,10 +318,10 @@ class Launches:
         )  # fmt: skip
 
     def _commit(self, variant: Variant) -> None:
-        """Make the KV of accepted paths the end of each prefix."""
+        """Move the KV of each accepted path to the end of its prefix."""
         m, out, given = self._m, self._memory.found, self._memory.given
         if self._shape.topk == 1 and not (variant.trees and m.config.sources):
-            return  # a chain is where it belongs
+            return  # a chain is already in its place
         moves = self._moves
         core._device_kv_commit(
             offsets=out["offsets"], paths=out["paths"], new_lens=out["new_lens"], table=m.table, rows=given["rows"],
@@ -325,7 +332,7 @@ class Launches:
             core._device_kv_move(m.cache.tensor, moves.src, moves.dst, moves.offsets, m.dense.stream)
 
     def _extend(self, variant: Variant) -> None:
-        """The head's pass over the accepted path, up to the next root."""
+        """Run the head over the accepted paths, up to the next roots."""
         m, out = self._m, self._memory.found
         assert m.head is not None and m.roots is not None and m.draft_cache is not None and self.features is not None
         path = self._memory.paths[variant.trees]

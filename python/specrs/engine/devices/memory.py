@@ -1,9 +1,9 @@
-"""The static memory of a GPU's rounds: what kernels and captured graphs have the addresses of, and so never moves.
+"""The static memory of a GPU's rounds. It never moves, because kernels and captured graphs have its addresses.
 
-`BucketMemory` declares all that a round over up to ``batch`` requests reads and writes, in one arena. A request's place
-in it is its seat. The first seats are taken, one for each live request; those behind are empty, and kernels write dead
-values into them. A request that has ended keeps its seat until the batch changes, and repeats its root there. `Models`
-has what all buckets share: both models, their KV, `Roots` and `Activations`.
+`BucketMemory` declares all arrays that a round over up to ``batch`` requests reads and writes, in one arena. A
+request's place in a bucket is its seat. The live requests have the first seats. The seats behind are empty, and kernels
+write dead values into them. A request that has ended keeps its seat until the batch changes, and repeats its root
+there. `Models` has everything that all buckets share: both models, their KV, `Roots` and `Activations`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ from specrs.models.eagle3 import Eagle3Head
 from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
 
-STOPS = 8  # tokens by which the device sees that a request ends; the host sees all
+STOPS = 8  # stop tokens of a request that the device checks; the host checks all
 _RESULTS = 32  # rounds whose results are kept
-_LASTING = {"given", "host trees", "control", "versions", "minus", "select"}  # what a round finds in place
+_LASTING = {"given", "host trees", "control", "versions", "minus", "select"}  # a round may read these first
 
 Arrays = dict[str, torch.Tensor]
 
 
 class Roots:
-    """The head's results for roots, a row for each row of the page table: where a round's drafts begin.
+    """The head's results for roots, with which a round's drafts begin: a row for each row of the page table.
 
     A root is valid until the next round that drafts for its row.
 
-    One more row, `nothing`, is read for seats that do not draft, and stays 0.
+    Attributes:
+        nothing: one more row, which stays 0 and is read for seats that do not draft.
+        logits: the head's logits, [rows + 1, vocabulary].
+        hidden: the head's hidden states, [rows + 1, hidden size].
     """
 
     def __init__(self, head: Eagle3Head, rows: int) -> None:
@@ -48,12 +51,14 @@ class Roots:
 
 
 class Activations:
-    """What passes from one model to the other in a round of the largest batch; every bucket uses its first rows.
+    """Arrays that pass values between the models, for a round of the largest batch. Every bucket uses the first rows.
 
     Attributes:
-        features: of the target's pass, [layers, B * V, h].
-        path_features: of accepted nodes, [layers, B * path, h].
-        root_logits, root_hidden, step_hidden: the head's, B, B and B * K rows.
+        features: features of the target's pass, [layers, B * V, h].
+        path_features: features of accepted nodes, [layers, B * path, h].
+        root_logits: the head's logits of the roots, B rows.
+        root_hidden: the head's hidden states of the roots, B rows.
+        step_hidden: hidden states that go into a draft step, B * K rows.
     """
 
     def __init__(self, target: LlamaModel, head: Eagle3Head, config: EngineConfig, geometry: Geometry) -> None:
@@ -65,24 +70,29 @@ class Activations:
         self.root_hidden, self.step_hidden = at.empty(b, h), at.empty(b * shape.topk, h)
 
     def poison(self) -> None:
-        """Fill all of it with NaN."""
+        """Fill all arrays with NaN."""
         for tensor in vars(self).values():
             tensor.fill_(math.nan)
 
 
 @dataclass(eq=False)
 class Models:
-    """What rounds run over.
+    """The models of an engine, and everything else that all buckets share.
 
     Attributes:
         dense: the GPU's operations.
-        target, cache: the model, and its KV.
-        head, draft_cache, roots, activations: the head, its KV, and what it needs of rounds; ``None`` without one.
-        to_target: int32, the target's token of each draft id; ``None`` where they are the same.
-        geometry, config: of the engine.
-        num_pages: of the pool.
+        target: the target model.
+        cache: the target's KV.
+        head: the draft head; ``None`` without one, as are the other attributes of the head.
+        draft_cache: the head's KV.
+        roots: the head's results for roots.
+        to_target: int32, the target's token of each draft id; ``None`` if the ids are the same, or without a head.
+        geometry: the engine's geometry.
+        config: the engine's configuration.
+        num_pages: pages of the pool.
         table: the pool's page table, on the device.
-        stream: of everything.
+        stream: the stream of all work.
+        activations: arrays that pass values between the models; ``None`` without a head.
     """
 
     dense: CudaDense
@@ -101,11 +111,11 @@ class Models:
 
 
 class Fields:
-    """Arrays of int32 words behind one another in one array, which is copied at once.
+    """A layout of named arrays of int32 words, one behind another in a single array that is copied at once.
 
     Attributes:
-        places: of each name its first word, and how many there are.
-        words: of all.
+        places: the first word and the number of words of each array, by name.
+        words: number of words of all arrays.
     """
 
     def __init__(self, **words: int) -> None:
@@ -114,33 +124,37 @@ class Fields:
         self.words = ends[-1]
 
     def of(self, memory: torch.Tensor) -> Arrays:
-        """The arrays as views."""
+        """Return the named arrays as views of ``memory``."""
         return {name: memory[first : first + n] for name, (first, n) in self.places.items()}
 
 
 class BucketMemory:
     """All arrays of a bucket of ``batch`` requests.
 
-    Under ``SPECRS_POISON=1`` gaps lie between the arrays; `poison` fills whatever a round writes before it reads it,
-    and `check_guards` looks for writes into the gaps.
+    Under ``SPECRS_POISON=1`` there are gaps between the arrays. `poison` then fills all arrays that a round must write
+    before it reads them, and `check_guards` looks for writes into the gaps.
 
     Attributes:
-        paths: nodes of an accepted path at most, by whether the host makes the trees.
-        given_layout, trees_layout: of what the host uploads for a round.
+        paths: the most nodes of an accepted path. The key is True for trees that the host makes.
+        given_layout: layout of the inputs that the host uploads for each round that it launches.
+        trees_layout: layout of the trees that the host makes.
         arena: owns the arrays.
-        arrays: of the device, by name.
-        given, host_trees, found: the fields of the arrays of these names.
-        ring: host memory to which each round publishes what it found.
-        results: of each of its places: what a round found, ``lens`` and ``depths`` as it used them, and its ``header``.
+        arrays: the arrays on the device, by name.
+        given: the fields of the array "given".
+        host_trees: the fields of the array "host trees".
+        found: the fields of the array "found", a round's results.
+        ring: host memory to which each round publishes its results.
+        results: the results in each place of the ring: the fields of ``found``, the ``lens`` and ``depths`` that the
+            round used, and its ``header``.
     """
 
     def __init__(self, models: Models, batch: int) -> None:
         self.batch = batch
         g, config, cuda = models.geometry, models.config, models.dense.placement.device
-        # Of trees that the device drafts, and of those that the host makes, which may be deeper.
+        # Trees that the host makes may be deeper than trees that the device drafts.
         self.paths = {trees: longest_path(config, g, trees) for trees in (False, True)}
         path, v = max(self.paths.values()), g.shape.draft_tokens
-        # 8-byte arrays first, so that they are aligned.
+        # Arrays of 8-byte values come first, so that they are aligned.
         self.given_layout = Fields(
             sampling=batch * 12, root_from=batch, root_to=batch, rows=batch, lens=batch, roots=batch, depths=batch,
             done=batch, limits=batch, caps=batch, stops=batch * STOPS, stop_counts=batch, nodes=batch,
@@ -194,7 +208,7 @@ class BucketMemory:
         ]
 
     def poison(self, models: Models) -> None:
-        """Before a round: NaN and -1 in all that it has to write first."""
+        """Fill all arrays that a round must write before it reads them with NaN or -1. Call this before a round."""
         if self._poisoned is None:
             return
         self.arena.poison(models.dense.stream, self._poisoned)
@@ -202,13 +216,13 @@ class BucketMemory:
             models.activations.poison()
 
     def check_guards(self, stream: core._DeviceStream) -> None:
-        """Raise OutOfBoundsError where something was written between the arrays."""
+        """Raise OutOfBoundsError if something was written between the arrays."""
         if self._poisoned is not None:
             self.arena.check_guards(stream)
 
 
 def _plans(batch: int, shape: core.TreeShape, path: int) -> dict[str, tuple[str, int]]:
-    """Arrays of each phase's plan."""
+    """Return the arrays of each phase's plan: their types and sizes by name."""
     regions: dict[str, tuple[str, int]] = {}
     queries = {"draft": shape.topk, "verify": shape.draft_tokens, "extend": path, "decode": 1}
     for name, most in queries.items():
@@ -226,7 +240,11 @@ def _plans(batch: int, shape: core.TreeShape, path: int) -> dict[str, tuple[str,
 
 
 def _drafts(batch: int, shape: core.TreeShape, vocab: int, ordinal: int, unites: bool) -> dict[str, tuple[str, int]]:
-    """Arrays by which the device drafts; where it unites the head's trees with others, those of the head as well."""
+    """Return the arrays that the device drafts with, by name: types and sizes.
+
+    Args:
+        unites: True to add arrays for the head's own trees, which the device unites with others.
+    """
     k, c, v = shape.topk, shape.candidates, shape.draft_tokens
     regions = {
         "scores": ("float32", batch * c),
@@ -254,12 +272,16 @@ def _poisons() -> bool:
 
 
 def longest_path(config: EngineConfig, geometry: Geometry, trees: bool) -> int:
-    """Nodes of an accepted path at most, of trees that the device drafts, or that the host makes."""
+    """Return the most nodes of an accepted path.
+
+    Args:
+        trees: True for trees that the host makes, False for trees that the device drafts.
+    """
     levels = config.head_shape.steps
     return min(max(levels, config.deepest if trees else 0) + 1, geometry.max_context_len)
 
 
 def buckets(most: int) -> list[int]:
-    """Batch sizes that rounds are made for, the largest last: powers of two."""
+    """Return the batch sizes that rounds are made for: powers of two below ``most``, and ``most`` itself last."""
     sizes = [1 << i for i in range(most.bit_length()) if 1 << i < most]
     return [*sizes, most]

@@ -1,7 +1,7 @@
 """The device memory of an engine on a GPU, counted before the first byte of it is allocated.
 
-Configurations and sizes alone say it: exactly for a model's tensors and pages, at most for passes. Where it does not
-fit, the error says what would: fewer pages, requests or tokens.
+The count needs only configurations and sizes. It is exact for a model's tensors and pages, and an upper bound for
+passes. If the engine does not fit, the error says what would fit: fewer pages, requests or tokens.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from specrs.models.layer import LayerTail, WholeNormQkv
 from specrs.models.llama import ROPE_SLACK, LlamaModel
 from specrs.models.placement import Placement
 
-_SHARE = 0.9  # of what the other lines leave, for a pool whose size nobody gave
+_SHARE = 0.9  # the pool's share of the memory that the other lines leave, if nobody gave its size
 _ROUNDING = 2 << 20  # bytes that torch's allocator may add to a large tensor
 _SPACE = 512 << 20  # bytes of workspace that a product may ask for: `MAX_WORKSPACE` of src/device/cublaslt/bench.rs
-_PRODUCT_ROWS = 2048  # of one launch
-_GROWTH = 1.5  # of scratch memory, which grows in steps
-_LAG = 256  # positions whose features may wait for the head, of each request
-_BLOCKS = 32 * 33 // 2 * 32  # rows of the features' blocks, one of 32 passes for each size up to 32
+_PRODUCT_ROWS = 2048  # rows that one launch of a product takes
+_GROWTH = 1.5  # scratch memory grows in steps, up to this factor of its need
+_LAG = 256  # positions of each request whose features may wait for the head
+_BLOCKS = 32 * 33 // 2 * 32  # rows of all blocks of features: a block has 32 passes of one size, from 1 to 32 rows
 _CAPTURED = 1 << 20  # bytes that the graph of a round may take
 _SCRATCH = 64 << 20  # bytes of kernels' scratch beside what is counted
 _CALIBRATED = 64  # rows of the largest pass that a cost model measures
@@ -38,9 +38,9 @@ Line = tuple[str, int]
 
 
 def attention_passes(config: EngineConfig, geometry: Geometry, drafts: bool) -> Iterator[tuple[int, int]]:
-    """Requests of passes and queries of each, one of which wants the largest workspace of attention.
+    """Yield (requests, queries of each) of passes, of which at least one needs the largest workspace of attention.
 
-    It grows with the queries only until their tiles fill the GPU, so chunks of every size are among them.
+    The workspace grows with the queries only until their tiles fill the GPU, so chunks of many sizes are tried.
     """
     shape, b = geometry.shape, config.max_batch
     for queries in {1, *range(16, config.prefill_chunk, 16), config.prefill_chunk}:
@@ -56,8 +56,8 @@ class Head:
     """A draft head that is not loaded.
 
     Attributes:
-        config: its sizes.
-        shapes: of its tensors.
+        config: the head's configuration.
+        shapes: the shapes of the head's tensors, by name.
     """
 
     config: HeadConfig
@@ -66,14 +66,16 @@ class Head:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine that is not there yet.
+    """An engine that is planned but not made.
 
     Attributes:
-        target, head: its models; ``None`` where it decodes plainly.
-        config, geometry: resolved for each other.
+        target: the target's configuration.
+        head: the draft head; ``None`` without one.
+        config: the engine's configuration.
+        geometry: the geometry that follows from the configuration.
         place: the GPU, and the dtypes.
-        attention: bytes of workspace for so many requests of so many queries each, key heads, query heads in a group,
-            head_dim, and keys of a request.
+        attention: returns the bytes of attention's workspace. Its arguments are requests, queries of each request, key
+            heads, query heads in a group, head_dim, and keys of a request.
     """
 
     target: ModelConfig
@@ -84,30 +86,33 @@ class Engine:
     attention: Callable[[int, int, int, int, int, int], int]
 
     def at(self, max_batch: int, max_context_len: int) -> Engine:
-        """The same for other numbers of requests and tokens. Raises ConfigError where there cannot be one."""
+        """Return the engine with other numbers of requests and tokens. Raises ConfigError if these are impossible."""
         config = replace(self.config, max_batch=max_batch, max_context_len=max_context_len, num_pages=None)
         config, geometry = config.resolve(self.target.max_context_len)
         return replace(self, config=config, geometry=geometry)
 
     @property
     def drafts(self) -> bool:
-        """Whether trees are verified, of a head's drafts or of others."""
+        """True if the engine verifies trees, with drafts of a head or of other sources."""
         return self.head is not None or bool(self.config.sources)
 
     @property
     def layers(self) -> list[tuple[LayerConfig, int]]:
-        """The decoder layers of both models, by their number."""
+        """The decoder layer of each model, with the number of its layers."""
         head: list[tuple[LayerConfig, int]] = [] if self.head is None else [(self.head.config, 1)]
         return [(self.target, self.target.num_layers), *head]
 
     @property
     def page_bytes(self) -> int:
-        """A page of keys and values, in both caches."""
+        """Bytes of one page of keys and values, in both caches together."""
         each = sum(2 * n * c.num_kv_heads * c.head_dim for c, n in self.layers)
         return each * self.config.page_size * self.place.activations.itemsize
 
     def fixed(self) -> Iterator[Line]:
-        """What does not grow with the pool, by name: bytes. Weights are exact, the rest is the most that it takes."""
+        """Yield the name and bytes of all memory that does not grow with the pool.
+
+        The bytes of weights are exact; all other bytes are upper bounds.
+        """
         c, g, head = self.config, self.geometry, self.head
         half, wide = self.place.activations.itemsize, self.place.logits_dtype.itemsize
         shape, b = g.shape, c.max_batch
@@ -121,24 +126,25 @@ class Engine:
         yield "weights of the target", _bytes(shapes, half) + wider
         tensors = len(shapes)
         if head is not None:
-            # Its keys' and values' rows stand a second time, for passes that want no more.
+            # The rows for keys and values are stored a second time, for passes that only write draft KV.
             again = 2 * head.config.kv_size * 2 * head.config.hidden_size
             yield "weights of the draft head", _bytes(head.shapes, half) + again * half
             tensors += len(head.shapes) + 4
         positions = c.max_context_len + ROPE_SLACK
-        kinds = len({self.target.rope_of(i) for i in range(self.target.num_layers)} - {None})  # each has a table
+        kinds = len({self.target.rope_of(i) for i in range(self.target.num_layers)} - {None})  # each kind has a table
         turning = kinds * self.target.head_dim + sum(layer.head_dim for layer, _ in self.layers[1:])
         still = 2 * positions * 2 * 4 if None in self.target.layer_ropes else 0
         yield "rotary tables", 2 * positions * (turning // 2) * 4 + still
 
         t = self.target
-        # A layer's, once for all rows and once for those whose logits are wanted.
+        # A layer's activations count twice: once for all rows, and once for rows whose logits are wanted.
         block = 2 * (t.hidden_size + sum(LayerTail.widths(t, t.block).values())) + t.qkv_size
         norms = sum(WholeNormQkv.widths(t).values()) if t.block.whole_qk_norm else 0
         units = [(block + norms) * rows]
         if head is not None:
             h = head.config
-            # Passes over the target's features, passes that write alone, draft steps, and what follows attention.
+            # The units are: passes over the target's features, passes that only write, draft steps, the layer's tail
+            # behind attention, and the features' rows.
             units += [
                 (4 * h.hidden_size + 2 * h.qkv_size + h.q_size + h.intermediate_size) * rows,
                 (4 * h.hidden_size + 4 * h.kv_size) * rows,
@@ -156,19 +162,20 @@ class Engine:
 
         logits = t.vocab_size * _up(max(nodes, _CALIBRATED), 16)
         if head is not None:
-            # Of roots (those of batches that are kept included), draft steps, and looking back.
+            # Rows of the head's logits: draft steps, roots in three places, two passes of the largest measured size,
+            # and the kept roots of all requests.
             rows = _up(b * shape.topk, 16) + 3 * _up(b, 16) + 2 * _CALIBRATED + b
             logits += head.config.draft_vocab_size * rows
         yield "logits", logits * wide
         if head is not None:
-            # Of what waits for the head, and of a round of the largest batch.
+            # Features wait for the head, and a round of the largest batch has features of its own.
             waits = _LAG * b + _BLOCKS + 2 * c.prefill_chunk + 2 * nodes
             rounds = b * (shape.draft_tokens + max(c.head_shape.steps, c.deepest) + 1)
             yield "features", (waits + rounds) * head.config.aux_size * half
         if c.graphs != "off":
-            levels = 2 + len(drafted_levels(shape)) if head is not None else 1  # 0 with features, and without
-            each = 2 if c.graphs == "loop" else 1  # a round, and it in a loop
-            given = 0  # no loop: the host makes the next trees
+            levels = 2 + len(drafted_levels(shape)) if head is not None else 1  # plain, with and without features
+            each = 2 if c.graphs == "loop" else 1  # a round alone, and in a loop
+            given = 0  # rounds with host trees, which never loop: the host makes the next trees
             if c.sources:
                 room = {levels_for(shape, n) for n in tiers(shape.draft_tokens)}
                 both = len(drafted_levels(shape)) if head is not None and unites(shape) else 0
@@ -187,11 +194,12 @@ class Engine:
                 yield self.attention(requests, queries, layer.num_kv_heads, group, layer.head_dim, keys)
 
     def loading(self) -> list[Line]:
-        """What is there at most while weights are loaded and algorithms are compared; the pool comes later."""
+        """Return the most memory needed while weights are loaded and algorithms are compared. There is no pool yet."""
         half, wide = self.place.activations.itemsize, self.place.logits_dtype.itemsize
         t, head = self.target, self.head
         table, whole = t.vocab_size * t.hidden_size * half, _bytes(LlamaModel.shapes(t), half)
-        # Weights by then, with the parts of the one at hand; and what its comparison takes. The target's head is first.
+        # Each moment has the bytes of weights loaded by then, with the parts of the current weight, and the bytes that
+        # its comparison takes. The target's output layer is first.
         first = table if t.tie_word_embeddings else 2 * table
         moments = [(first, _trial(t.vocab_size, t.hidden_size, half, wide))]
         sizes = [(whole, _products(t, t.hidden_size))]
@@ -206,14 +214,14 @@ class Engine:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes by what they are for, and what the GPU had free. ``str`` gives the table.
+    """Bytes that an engine needs, by purpose, and bytes that the GPU had free. ``str`` gives the table.
 
     Attributes:
-        device: ordinal.
-        have: bytes that were free, with what this process has and does not use.
+        device: ordinal of the GPU.
+        have: bytes that were free, including memory that this process holds without using it.
         lines: name and bytes of everything but the pool.
-        pages: of the pool, without the sink.
-        page_bytes: of one.
+        pages: pages of the pool, without the sink.
+        page_bytes: bytes of one page.
     """
 
     device: int
@@ -224,12 +232,12 @@ class Budget:
 
     @property
     def fixed(self) -> int:
-        """Bytes beside the pool."""
+        """Bytes of everything but the pool."""
         return sum(n for _, n in self.lines)
 
     @property
     def bytes(self) -> int:
-        """Of everything."""
+        """Bytes of everything, with the pool."""
         return self.fixed + self.pages * self.page_bytes
 
     def _core(self, have: int | None, least: int = 1) -> str:
@@ -237,7 +245,11 @@ class Budget:
         return core._device_budget(list(self.lines), pool, have=have, ordinal=self.device)
 
     def check(self, least: int = 1) -> None:
-        """Raise DeviceMemoryError where it does not fit. least: pages without which there is no use in a pool."""
+        """Raise DeviceMemoryError if the budget does not fit.
+
+        Args:
+            least: the least pages that make a pool useful.
+        """
         self._core(self.have, least)
 
     def __str__(self) -> str:
@@ -247,18 +259,18 @@ class Budget:
 
 
 def planned(engine: Engine, num_pages: int | None, have: int) -> tuple[EngineConfig, Budget]:
-    """The configuration with its pool, and the budget of all of it.
+    """Return the configuration with the pool's pages, and the budget of the whole engine.
+
+    Without ``num_pages``, the pool gets pages for ``max_batch`` requests of full context. If these do not fit, it gets
+    9 tenths of the memory that the other lines leave, but at least the pages of one such request.
 
     Args:
-        engine: what is to run.
-        num_pages: of the pool, as the user gave it.
+        engine: the engine to plan.
+        num_pages: pages of the pool as the user gave them; ``None`` to choose.
         have: bytes that may be used.
 
-    With ``None`` pages, the pool holds ``max_batch`` requests of full context, or what 9 tenths of the
-    memory beside the other lines hold; at least one such request.
-
     Raises:
-        DeviceMemoryError: it does not fit; `hint` has the lines, and the numbers that would.
+        DeviceMemoryError: the engine does not fit; `hint` has the lines, and numbers that would fit.
     """
     config, ordinal = engine.config, engine.place.device.index
     lines, page = tuple(engine.fixed()), engine.page_bytes
@@ -281,7 +293,11 @@ def planned(engine: Engine, num_pages: int | None, have: int) -> tuple[EngineCon
 
 
 def _advice(engine: Engine, num_pages: int | None, have: int) -> str:
-    """Numbers with which an engine without `num_pages` would fit, each alone and then both together."""
+    """Return a hint with options for which the engine would fit, if ``num_pages`` is left out.
+
+    The hint has a smaller ``max_batch`` and a smaller ``max_context_len``, each alone, or both together if nothing
+    alone helps.
+    """
     config = engine.config
     batch, context = config.max_batch, config.max_context_len
     assert context is not None
@@ -309,10 +325,13 @@ def _advice(engine: Engine, num_pages: int | None, have: int) -> str:
 
 
 def _most(fits: Callable[[int], bool], least: int, most: int) -> int | None:
-    """The largest number up to ``most`` that fits, where those below one that does fit too."""
+    """Return the largest number from ``least`` to ``most`` that fits; ``None`` if none does.
+
+    If a number fits, all smaller numbers must fit too.
+    """
     if least > most or not fits(least):
         return None
-    low, high = least, most + 1  # fits, does not (or nobody asks)
+    low, high = least, most + 1  # `low` fits; `high` does not fit, or is out of range
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -320,9 +339,11 @@ def _most(fits: Callable[[int], bool], least: int, most: int) -> int | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that a new engine can have: free on the device, or kept by this process without use; within the share of
-    the device that `torch.cuda.set_per_process_memory_fraction` leaves to the process."""
-    core._graph_collect(False)  # graphs of engines that nobody closed keep what they point at
+    """Return the bytes that a new engine can have: free on the device, or held by this process without use.
+
+    The share of the device that `torch.cuda.set_per_process_memory_fraction` gives to the process limits the result.
+    """
+    core._graph_collect(False)  # lets go of memory that dropped graphs of unclosed engines keep
     free, total = torch.cuda.mem_get_info(device)
     used = torch.cuda.memory_allocated(device)
     cached = torch.cuda.memory_reserved(device) - used
@@ -339,13 +360,13 @@ def _up(n: int, to: int) -> int:
 
 
 def _products(layer: LayerConfig, qkv_inputs: int) -> list[tuple[int, int]]:
-    """Outputs and inputs of a layer's products."""
+    """Return the numbers of outputs and inputs of each of a layer's products."""
     h, inner = layer.hidden_size, layer.intermediate_size
     return [(layer.qkv_size, qkv_inputs), (2 * inner, h), (h, layer.q_size), (h, inner)]
 
 
 def _trial(n: int, k: int, half: int, out: int) -> int:
-    """Bytes that comparing algorithms takes for a weight: `Bench::new` of src/device/cublaslt/bench.rs."""
+    """Return the bytes that comparing algorithms takes for a weight (`Bench::new` of src/device/cublaslt/bench.rs)."""
     weight = n * k * half
     copies = min(max(-(-(256 << 20) // weight), 1), 8)
     return copies * weight + (_PRODUCT_ROWS + 128) * k * half + (_PRODUCT_ROWS + 1) * (n * out + 8) + n * half + _SPACE

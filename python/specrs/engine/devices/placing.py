@@ -1,7 +1,7 @@
-"""On which device an engine runs: the one that was asked for, or a GPU where it can and else the CPU.
+"""The choice of an engine's device: the device that the user names, or else a GPU if possible, or else the CPU.
 
-Everything is checked here that can be checked without reading a weight. An engine whose device nobody named runs where
-it can. If something keeps it off the GPU, that is no error: the engine tells the reason (`LLM.device`).
+This checks everything that can be checked without reading a weight. If nobody names a device and something keeps the
+engine off the GPU, that is no error: the engine runs on the CPU, and `LLM.device` tells the reason.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ from specrs.models.cuda import unavailable
 _LOG = logging.getLogger("specrs")
 
 VARIABLE = "SPECRS_DEVICE"
-"""Environment variable with the device of engines that are not told one."""
+"""Environment variable with the device of engines whose configuration names none."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where and how an engine runs.
+    """The device of an engine, and everything that follows from it.
 
     Attributes:
-        ops: of the device.
-        config, geometry: resolved.
-        drafts: whether a head is loaded.
-        name: device, and on a GPU its model; else why it is the CPU.
-        budget: of the GPU's memory; ``None`` on the CPU.
+        ops: the device's operations.
+        config: the resolved configuration.
+        geometry: the resolved geometry.
+        drafts: True if a head is loaded.
+        name: name of the device, with the GPU's model, or with the reason why the device is the CPU.
+        budget: the budget of the GPU's memory; ``None`` on the CPU.
     """
 
     ops: Ops
@@ -59,19 +60,20 @@ class Site:
 
     @property
     def place(self) -> Placement:
-        """Device and dtypes."""
+        """The device and the dtypes."""
         return self.ops.placement
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """An engine as it was asked for, over models that are checked and not loaded.
+    """An engine as the user asked for it, with models that are checked but not loaded.
 
     Attributes:
-        config: its options.
-        model, sizes: the target's directory, or the model in memory, and its configuration.
-        draft: the head's directory; ``None`` for plain decoding.
-        recurrent: whether there would be drafts for a target that declares recurrent layers.
+        config: the engine's options.
+        model: the target's directory, or the model in memory.
+        sizes: the target's configuration.
+        draft: the head's directory; ``None`` without a head.
+        recurrent: True if the target declares recurrent layers and drafts are asked for.
     """
 
     config: EngineConfig
@@ -84,9 +86,9 @@ class Wanted:
         """Pick the device, and settle everything that follows from it.
 
         Raises:
-            ConfigError: an option or model that the device cannot have, or a device that there is not.
-            CudaError: a GPU was asked for, and none can be used.
-            DeviceMemoryError: a GPU was asked for, and has too little free memory.
+            ConfigError: the device does not support an option or the model, or the device does not exist.
+            CudaError: a GPU was asked for, but none can be used.
+            DeviceMemoryError: a GPU was asked for, but has too little free memory.
         """
         if self.config.device is not None:
             return self._on(self.config.device, "asked for")
@@ -96,17 +98,17 @@ class Wanted:
             return self._on("cpu", why)
         try:
             return self._on("cuda", "")
-        except (SpecrsError, RuntimeError) as error:  # torch's own errors are of the latter
+        except (SpecrsError, RuntimeError) as error:  # torch raises RuntimeError
             whole = brief = str(error).removeprefix("device = 'cuda': ").removesuffix("; device='cpu' runs this model")
             if isinstance(error, DeviceMemoryError):
                 brief = f"{error.need} bytes are needed on cuda:{error.device}, {error.have} are free"
-        site = self._on("cpu", f"not the GPU: {brief}")  # raises what is wrong on both
+        site = self._on("cpu", f"not the GPU: {brief}")  # raises if the CPU cannot run it either
         if not self._for_the_host:
             warnings.warn(f"runs on the CPU, not the GPU: {whole}", RuntimeWarning, stacklevel=3)
         return site
 
     def _check_cap(self, backend: backends.AttentionBackend | None) -> None:
-        """What `PlanAttention` would say of the first pass."""
+        """Raise ConfigError if the model caps scores and the backend cannot. Otherwise the first pass would fail."""
         cap = self.sizes.block.score_cap
         if cap is not None and not isinstance(backend, backends.Native):
             name = backends.Capabilities.of(backend).name
@@ -117,7 +119,7 @@ class Wanted:
 
     @property
     def _for_the_host(self) -> bool:
-        """Whether options name what the CPU alone has."""
+        """True if the options name something that only the CPU has."""
         native = isinstance(self.config.backend, (backends.Native, backends.NativeCuda))
         return "float32" in (self.config.kv_dtype, self.config.dtype) or not native
 

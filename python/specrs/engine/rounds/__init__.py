@@ -1,1 +1,1 @@
-"""The logic of rounds: who runs, in which pages, and a round from its drafts to its commit."""
+"""The logic of rounds: choosing requests, leasing pages, and running a round from its drafts to its commit."""

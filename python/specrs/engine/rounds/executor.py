@@ -1,13 +1,13 @@
-"""The device's part of a step, behind two protocols: the round's logic (`runner`, `drafter`) computes on no tensor.
+"""The device's part of a step, behind two protocols. The round's logic (`runner`, `head`) computes on no tensor.
 
-The logic picks requests, takes pages, has an `Executor` run passes, and commits their results to the requests. An
-executor is one device: models, caches, the planner, and all memory that passes need. `host` has the CPU's, `cuda` a
-GPU's.
+The logic picks requests, takes pages, has an `Executor` run passes, and commits the results to the requests. An
+executor is one device: models, caches, the planner, and all memory that passes need. `devices.host` has the executor
+of the CPU, `devices.cuda` the executor of a GPU.
 
-A call may return before its device is done. Reading a result may wait for it, so the logic reads as late as it can:
-nothing from the first pass of a round until the target has been told to verify, unless a cost model goes by the drafts'
-scores or an observer looks on. A device may also tell late that the head gave NaN: by `Drafted.faults` of the next
-round, not by the pass that met it.
+A call may return before the device is done. Reading a result may wait for the device, so the logic reads as late as it
+can: it reads nothing of a round's drafts before the target has been told to verify them, unless a cost model goes by
+the drafts' scores or an observer looks on. A device may also report late that the head gave NaN: in the `faults` of
+the next round, not in the pass that met the NaN.
 """
 
 from __future__ import annotations
@@ -33,20 +33,23 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 Deepen = Callable[[DraftBeams, Sequence[int], int], bool]
-"""Asked before each draft step, with the beams so far, each request's deepest useful level, and the level that the step
-would reach: whether to go on."""
+"""Called before each draft step with the beams so far, each request's deepest useful level, and the level that the step
+would reach. Returns True to take the step."""
 
 
 class Clock(Protocol):
-    """Times passes (`GivenTree.timed`). An executor whose passes outlast the call does not use it."""
+    """Times passes (`GivenTree.timed`). An executor does not use the clock if its passes outlast the call."""
 
     def __call__(self, kind: PassKind, rows: int, run: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Run a pass over so many rows."""
+        """Run a pass over ``rows`` rows."""
 
 
 @dataclass(eq=False)
 class Entries:
-    """Entries of the head's KV: of each request ``counts[i]`` positions from ``starts[i]`` on, whose features wait."""
+    """Entries of the head's KV to write: ``counts[i]`` positions of request ``i`` from ``starts[i]`` on.
+
+    The target's features of these positions wait on the request.
+    """
 
     requests: Sequence[Request]
     seqs: list[KvSequence]
@@ -58,15 +61,18 @@ class Pass(Protocol):
     """A pass of the target."""
 
     def features(self, request: int, rows: Sequence[int]) -> Features:
-        """The target's features of some of a request's rows in the pass, in order. The pass must have kept them."""
+        """The target's features of the given rows of a request, in order. The pass must have kept features."""
 
     def logits(self, request: int, rows: Sequence[int]) -> torch.Tensor:
-        """Logits of some of a request's rows in the pass, in order: float32 [n, vocab] on the host, until the next pass
-        overwrites them. A prefill has those of its `Request.scored_rows` and of rows that drew."""
+        """Logits of the given rows of a request, in order: float32 [n, vocab] on the host, until the next pass
+        overwrites them. A prefill has logits only for `Request.scored_rows` and for rows that drew a token."""
 
     def root(self, request: int) -> object | None:
-        """The head's result for the request's new last token (`Request.root`), where the head has run over what was
-        accepted of it; then nobody asks for those features."""
+        """The head's result for the request's new last token (`Request.root`), or ``None``.
+
+        The pass has a root if the head has already run over the accepted tokens. The caller then asks for no features
+        of these tokens.
+        """
 
 
 class Prefilled(Pass, Protocol):
@@ -74,73 +80,78 @@ class Prefilled(Pass, Protocol):
 
     @property
     def drawn(self) -> Sequence[tuple[list[int], NonFiniteError | GrammarFailedError | None]]:
-        """For each request that was to draw: its token, or why there is none."""
+        """The drawn token of each request that was to draw, or no token and the error that prevented it."""
 
 
 class Verified(Pass, VerifiedTrees, Protocol):
-    """What a round's pass of the target found; its rows are the trees' nodes."""
+    """The results of a round's pass of the target. The rows of the pass are the trees' nodes."""
 
     @property
     def faults(self) -> Sequence[tuple[NonFiniteError, int]]:
-        """Those of the drafts (`Watched.faults`)."""
+        """Faults of the drafts, as in `Watched.faults`."""
 
     @property
     def lost(self) -> Sequence[int]:
-        """Requests whose scores were not finite, of which the device has kept too little to say why: it ran on. They
-        are where they were before the round, and meet it again."""
+        """Requests whose scores were not finite and whose error is unknown, because the device ran on and overwrote the
+        scores. These requests stay as they were before the round, and run it again."""
 
 
 class Drafted(Protocol):
-    """Trees to verify, which the device may build only then."""
+    """Trees to verify. The device may build them only when it verifies them."""
 
     @property
     def steps(self) -> int:
-        """Draft steps that lead to them."""
+        """Draft steps that lead to the trees."""
 
 
 class Watched(Drafted, Protocol):
-    """Trees that somebody looked at as they were drafted."""
+    """Trees that the host drafted step by step, or built itself, and can look at."""
 
     @property
     def trees(self) -> TreeBatch:
-        """The trees; having them waits for nothing, reading them may."""
+        """The trees. Getting this object waits for nothing; reading it may wait for the device."""
 
     @property
     def faults(self) -> Sequence[tuple[NonFiniteError, int]]:
-        """Requests (rows of the batch) that cannot be drafted for any more, and how many positions of their draft KV
-        are sound. Their trees are a root alone."""
+        """Errors of requests that cannot be drafted for any more, each with the number of sound positions of draft KV.
+
+        An error's ``request`` is the row of the batch. The tree of such a request is a root alone.
+        """
 
 
 class DraftExecutor(Protocol):
-    """The head's passes. `Request.root` is the executor's own value: the head's result for the request's last token."""
+    """The head's passes. `Request.root` holds a value of this executor: the head's result for the last token."""
 
     @property
     def vocabulary(self) -> frozenset[int]:
         """Tokens that the head can draft."""
 
     def write(self, entries: Entries) -> Sequence[NonFiniteError | None]:
-        """Write draft KV; for each request why it is not sound, or ``None``."""
+        """Write draft KV. Returns for each request the error that makes its draft KV unsound, or ``None``."""
 
     def extend(self, entries: Entries, clock: Clock) -> Sequence[object]:
-        """Write draft KV up to the root; for each request its root, or a `NonFiniteError`."""
+        """Write draft KV up to the root. Returns the root of each request, or a `NonFiniteError`."""
 
     def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None, clock: Clock) -> Drafted:
-        """Draft a tree for each request of the batch, up to its depth; roots for those with depth 0 or no root.
-        With ``deepen`` the result is `Watched`; without, nobody looks on and each step is taken that a depth needs."""
+        """Draft a tree for each request of the batch, up to the request's depth.
+
+        A request with depth 0 or without a root gets a tree of its last token alone. With ``deepen`` the result is
+        `Watched`. Without, nobody looks on, and the device takes every step that a depth needs.
+        """
 
     def cut(self, drafted: Watched, least: float) -> Watched:
-        """The same without nodes of a cumulative log-probability below ``least``."""
+        """Return the drafts without nodes whose cumulative log-probability is below ``least``."""
 
     @property
     def unites(self) -> bool:
-        """Whether `unite` can be had of drafts that nobody looks at."""
+        """True if `unite` works on drafts that nobody looks at."""
 
     def unite(self, drafted: Drafted, trees: TreeBatch) -> Drafted | None:
-        """The same, which the device makes one tree of with one of these for each request; ``None`` where it cannot."""
+        """Return the drafts united with ``trees``, which has a tree for each request. ``None`` if they cannot unite."""
 
 
 class Executor(Protocol):
-    """The target's passes, and what they need."""
+    """The target's passes, and the device and memory that these need."""
 
     @property
     def placement(self) -> Placement:
@@ -155,53 +166,66 @@ class Executor(Protocol):
         """The head's passes; ``None`` without a head."""
 
     def entered(self) -> AbstractContextManager[object]:
-        """Within the context, this thread's work is the executor's: on its device, in its order, and outside of torch's
-        inference mode, whose tensors nobody may write to once it has ended."""
+        """Return a context in which this thread works for the executor: on its device and in its order.
+
+        Torch's inference mode is off in the context, because nobody may write to its tensors once the mode has ended.
+        """
 
     def speculation(self, pages: Pages) -> AdaptiveTree:
-        """Picks trees by what passes take on this device, of an engine that drafts; measures them."""
+        """Measure passes on this device, and return what picks trees by these times. For engines that draft."""
 
     def copy(self, moves: Moves) -> None:
         """Copy KV from slot to slot, in every cache."""
 
     def prefill(self, batch: Batch, counts: Sequence[int], drawing: Sequence[int], follow: bool) -> Prefilled:
-        """Write the KV of each request's next ``counts[i]`` tokens, and draw the next token of those ``drawing``
-        (indices of the batch). follow: keep features."""
+        """Write the KV of each request's next ``counts[i]`` tokens, and draw the next token of some requests.
+
+        Args:
+            drawing: indices in the batch of the requests that draw.
+            follow: keep features.
+        """
 
     def decode(self, batch: Batch, follow: bool, clock: Clock) -> Verified:
-        """Write the KV of each request's last token, and draw the next one: a tree of a root."""
+        """Write the KV of each request's last token, and draw the next token. The trees are roots alone."""
 
     def verify(self, batch: Batch, drafted: Drafted, follow: bool, clock: Clock) -> Verified:
-        """Write the KV of all nodes, and accept from each tree's root on what decoding would draw. drafted: what
-        `drafts` gave, or any `Watched` whose trees the host made."""
+        """Write the KV of all nodes, and accept from each tree's root on the nodes that plain decoding would draw.
+
+        Args:
+            drafted: the result of `drafts`, or any `Watched` whose trees the host made.
+        """
 
     def commit(self, batch: Batch, lease: Lease, verified: Verified) -> None:
-        """Make the KV of accepted paths the end of each request's prefix; then the lease can be committed."""
+        """Move the KV of each accepted path to the end of its request's prefix. The lease can be committed after."""
 
-    # Rounds behind a round of which nobody has read anything yet: an executor that can say what the next one needs
-    # without the host launches it at once.
+    # Rounds ahead of the host: an executor may launch the next round before anybody has read the results of the last
+    # one, if the next round needs nothing from the host.
 
     @property
     def waited(self) -> float:
-        """Seconds, ever, for which the host had nothing to do but to wait for such rounds."""
+        """Total seconds for which the host did nothing but wait for rounds."""
 
     def following(self, verified: Verified) -> Verified | None:
-        """The round that the device has begun by itself behind this one, for which this one is waited for."""
+        """Wait for this round, and return the round that the device has begun by itself behind it, if any."""
 
     def ahead(self, verified: Verified) -> int:
-        """How many rounds over the same requests can be launched behind this one, the last of all; 0 for none."""
+        """Return how many rounds of the same requests can be launched behind this round, the last one launched."""
 
     def launch(self, verified: Verified, rounds: int) -> Verified | None:
-        """Launch up to so many, whose pages are leased. Returns the first; ``None`` where it cannot be now."""
+        """Launch up to ``rounds`` rounds behind this one. Their pages are leased.
+
+        Returns:
+            The first of the new rounds; ``None`` if it cannot be launched now.
+        """
 
     def request_stop(self) -> None:
-        """The host waits for what is in flight: the device begins no further round by itself."""
+        """Tell the device to begin no further round by itself, because the host waits for what is in flight."""
 
     def collect(self, verified: Verified, batch: Batch, rows: Sequence[int]) -> Verified:
-        """What a round gave these rows of its batch, whose requests are ``batch`` now."""
+        """Return the results of a round for ``rows`` of its batch. The requests of these rows are now ``batch``."""
 
     def abandon(self, requests: Sequence[Request]) -> None:
-        """Rounds in flight are over, and what they did to these requests is undone by the host's books. Waits."""
+        """Give up rounds in flight, and wait for them to end. The host's books undo their effect on the requests."""
 
     def close(self) -> None:
-        """Let go of what keeps models and caches: nothing runs any more."""
+        """Let go of everything that keeps models and caches in memory. Nothing runs after this call."""

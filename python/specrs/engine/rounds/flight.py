@@ -1,9 +1,9 @@
 """Rounds that have been launched and not collected: the device may be ahead of what the host knows.
 
-A flight begins with a round of a batch. While the host reads what that one accepted, the device may run the next ones
-over the same requests, which begin where the one before ends. The pages of all of them are leased for how far they
-could get at most. A round decides what a request gets when it is *collected*, in order. Once a request has ended, the
-results of later rounds for it are dropped.
+A flight begins with a round of a batch. While the host reads what that round accepted, the device may run the next
+rounds over the same requests. Each round begins where the round before ends. One lease has the pages of all rounds, for
+the most positions that they can reach. Rounds are *collected* in order, and a request gets its tokens when a round is
+collected. Once a request has ended, the results of later rounds for it are dropped.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from specrs.engine.rounds.executor import Verified
 
 @dataclass(eq=False)
 class Flight:
-    """Rounds of a batch, the oldest first.
+    """Rounds of a batch that are in flight.
 
     Attributes:
-        plan: of all of its rounds.
-        lease: pages of every round.
+        plan: the plan of every round of the flight.
+        lease: the pages of every round.
         lens: positions of each sequence that the lease has committed.
-        need: positions behind its committed ones that a round may write, per request.
+        need: positions behind the committed ones that a round may write, per request.
         longest: positions that a round commits at most, per request.
-        rounds: launched, not collected.
-        single: no round is launched before the first one is collected.
-        last: no round is launched any more.
-        collected: rounds that have been.
-        out: rows of the batch that later rounds say nothing of.
+        rounds: launched rounds that are not collected, the oldest first.
+        single: True if no round may be launched behind the first one.
+        last: True if no further round may be launched.
+        collected: number of collected rounds.
+        out: rows of the batch whose requests have ended or were lost; later results for them are dropped.
     """
 
     plan: RoundPlan
@@ -48,23 +48,23 @@ class Flight:
 
     @property
     def requests(self) -> list[Request]:
-        """Of the batch, in the order of its rows."""
+        """The requests of the batch, in the order of its rows."""
         return self.plan.batch.requests
 
     def carries(self, requests: list[Request]) -> bool:
-        """Whether its batch is these requests, in this order."""
+        """Return whether the flight's batch consists of these requests, in this order."""
         pairs = zip(self.requests, requests, strict=False)
         return len(self.requests) == len(requests) and all(one is other for one, other in pairs)
 
     def batch(self) -> tuple[Batch, list[int]]:
-        """The requests that the next one to be collected tells of, as they are now, and their rows."""
+        """The requests that the next collected round gives results for, as they are now, and their rows."""
         rows = [i for i in range(len(self.requests)) if i not in self.out]
         return Batch([self.requests[i] for i in rows]), rows
 
     def reach(self, more: int) -> list[int]:
-        """Positions of each sequence that rounds in flight and ``more`` behind them can write.
+        """Return the length that each sequence needs pages for, for the rounds in flight and ``more`` behind them.
 
-        A round begins at most ``longest`` positions behind the one before, and not behind the request's end.
+        A round begins at most ``longest`` positions behind the round before, and not behind the request's end.
         """
         behind = (len(self.rounds) + more - 1) * self.longest
         each = enumerate(zip(self.requests, self.lens, strict=True))

@@ -1,7 +1,7 @@
-"""The accounts of the head's passes, which an executor runs: features that wait, and roots to draft from.
+"""The bookkeeping of the head's passes: features that wait, and roots to draft from. An executor runs the passes.
 
 The head's entry at position p pairs the target's features of p with the token at p + 1. Features wait on their request
-until the head runs over them. A head that gives NaN costs its request the drafts, nothing else.
+until the head runs over them. If the head gives NaN, the request loses its drafts and nothing else.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _MAX_LAG = 256  # features that a request may hold before its draft KV is brough
 
 
 class Head:
-    """Brings requests' drafts up to date, and drafts from there.
+    """Brings the draft KV of requests up to date, and drafts from there.
 
     Args:
         executor: runs the head.
-        observers: shared with the runner.
+        observers: see the head's passes; the list is shared with the runner.
         page: tokens of a page.
     """
 
@@ -34,11 +34,13 @@ class Head:
     # -- features -----------------------------------------------------------------------------------------------
 
     def remember(self, batch: Batch, passed: Pass, rows: Sequence[Sequence[int]], overtaken: bool = False) -> None:
-        """Keep the target's features of newly committed positions, by rows of the pass, until the head has run over
-        them; or take the root of a head that has.
+        """Keep the target's features of newly committed positions until the head has run over them.
+
+        If the device has already run the head over these positions, take its root instead.
 
         Args:
-            overtaken: later rounds have run, over the memory of these features.
+            rows: rows of the pass to keep, per request.
+            overtaken: True if later rounds have run and overwritten these features.
         """
         for i, (r, index) in enumerate(zip(batch, rows, strict=True)):
             if not index or not r.followed:
@@ -46,14 +48,16 @@ class Head:
             root = passed.root(i)
             if root is not None:
                 r.root = root
-            elif overtaken:  # and so the request's last round, or the device would have drafted for it
-                r.give_up_drafts(batch.lens[i] - r.lag)  # what its draft KV is complete to
+            elif overtaken:  # this is the request's last round, else the device would have drafted for the request
+                r.give_up_drafts(batch.lens[i] - r.lag)  # the draft KV is complete up to here
             else:
                 r.wait(passed.features(i, index))
 
     def catch_up(self, batch: Batch, speculation: GivenTree) -> None:
-        """Write the draft KV of requests whose features have waited for long, or give them up. A head that may begin
-        anywhere forgets the older ones."""
+        """Write the draft KV of requests whose features have waited for long, or give up their drafts.
+
+        A head that may begin anywhere (``speculation.tail``) drops the older features instead.
+        """
         if speculation.tail is not None:
             for r in batch:
                 if r.lag >= 2 * speculation.tail:
@@ -68,14 +72,17 @@ class Head:
         self.write([r for r in late if r.followed])
 
     def shorten(self, r: Request, tail: int) -> None:
-        """The head begins ``tail`` positions before the request's end, or at the beginning of that page."""
+        """Have the head begin ``tail`` positions before the request's end, rounded down to the start of a page."""
         r.begin_drafts(max(r.committed - tail, 0) // self._page * self._page)
 
     # -- passes -------------------------------------------------------------------------------------------------
 
     def begin(self, reqs: Sequence[Request], speculation: GivenTree) -> None:
-        """Write the draft KV of prompts, as far as they are prefilled; or keep what a head needs that begins near their
-        end, if it ever does."""
+        """Write the draft KV of prompts, as far as they are prefilled.
+
+        A head that may begin anywhere (``speculation.tail``) writes nothing yet: it keeps only the features near the
+        end of each prompt.
+        """
         tail = speculation.tail
         if tail is None:
             self.write(reqs)
@@ -85,7 +92,10 @@ class Head:
                 self.shorten(r, tail)
 
     def write(self, reqs: Sequence[Request], keep: int = 1) -> None:
-        """Write the draft KV of all features that wait but each request's last ``keep``, whose logits are wanted."""
+        """Write the draft KV of all features that wait, except each request's last ``keep``.
+
+        `extend` runs over the excepted features, because their logits are wanted.
+        """
         reqs = [r for r in reqs if r.lag > keep]
         if not reqs:
             return
@@ -98,7 +108,7 @@ class Head:
                 r.drop_oldest(n)
 
     def resume(self, reqs: Sequence[Request], speculation: GivenTree) -> None:
-        """Bring requests to where they can draft: draft KV and a root, from features that wait."""
+        """Make requests ready to draft: write draft KV and compute a root from the features that wait."""
         if speculation.tail is not None:
             for r in reqs:
                 if r.lag:
@@ -116,7 +126,10 @@ class Head:
             _extended(r, start, root)
 
     def draft(self, batch: Batch, drafting: Sequence[bool], speculation: GivenTree) -> Drafted:
-        """Draft trees for those that are ``drafting``, whose draft KV is up to date; roots for the others."""
+        """Draft a tree for each request that is ``drafting``, and a root alone for the others.
+
+        The draft KV of the drafting requests must be up to date.
+        """
         if speculation.given and not self._observers:
             depths = [r.max_depth if d and r.followed else 0 for r, d in zip(batch, drafting, strict=True)]
             cap = speculation.cap(batch, drafting)
@@ -127,7 +140,7 @@ class Head:
         return drafted if least is None else self._executor.cut(drafted, least)
 
     def grow(self, batch: Batch, drafting: Sequence[bool], speculation: GivenTree, limit: float) -> Watched:
-        """Draft step by step, as long as another step pays, in a round that may take ``limit`` seconds."""
+        """Draft step by step, as long as another step pays in a round that may take ``limit`` seconds."""
         depths = [r.max_depth if d and r.followed else 0 for r, d in zip(batch, drafting, strict=True)]
 
         def deepen(beams: DraftBeams, depths: Sequence[int], levels: int) -> bool:
@@ -140,7 +153,7 @@ class Head:
         return cast(Watched, self._executor.draft(batch, depths, deepen, speculation.timed))
 
     def _entries(self, reqs: Sequence[Request], keep: int = 0) -> Entries:
-        """All positions that wait, but each request's last ``keep``."""
+        """Return all positions that wait, except each request's last ``keep``."""
         starts, counts = [r.draft_valid for r in reqs], [r.lag - keep for r in reqs]
         entries = Entries(reqs, [r.seq for r in reqs], starts, counts)
         for o in self._observers:
@@ -149,7 +162,7 @@ class Head:
 
 
 def _extended(r: Request, start: int, root: object) -> None:
-    """The head has run over all that waited, from ``start`` on."""
+    """Note that the head has run over all features that waited, from ``start`` on."""
     if isinstance(root, NonFiniteError):
         r.give_up_drafts(start, root)
     else:

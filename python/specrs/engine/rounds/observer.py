@@ -1,4 +1,4 @@
-"""The events of a round, told to those who look on: recorders of capsules, tests."""
+"""The events of a round, and observers that are told of them: recorders of capsules, and tests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from specrs.engine.request.request import Request
 
 
 class RoundObserver(Protocol):
-    """Sees each round's events in this order and changes nothing. A round that fails has no end."""
+    """Sees the events of each round, in the order below, and changes nothing. A round that fails has no `ended`."""
 
     def reserved(self, reqs: Sequence[Request], positions: Sequence[int], speculative: bool) -> None:
-        """The round has its lease: ``positions`` are those that it asked for."""
+        """The round has its lease. ``positions`` has the length of each sequence that it asked pages for."""
 
     def drafted(self, beams: DraftBeams) -> None:
         """A draft step was planned for these beams."""
@@ -23,7 +23,7 @@ class RoundObserver(Protocol):
         """The trees were verified; no request has changed yet."""
 
     def committed(self, kept: Sequence[int]) -> None:
-        """The lease was committed; ``kept`` nodes of each path count."""
+        """The lease was committed. ``kept`` is the number of nodes that each request keeps of its path."""
 
     def extended(self, seqs: Sequence[KvSequence], starts: Sequence[int], counts: Sequence[int]) -> None:
         """A pass of the head over features of the target was planned."""
@@ -33,7 +33,7 @@ class RoundObserver(Protocol):
 
 
 class Watching:
-    """Calls a function with each round's trees and what was accepted of them."""
+    """Calls a function with each round's trees and the accepted paths."""
 
     def __init__(self, watch: Callable[[TreeBatch, Accepts], None]) -> None:
         self.verified = watch
@@ -41,4 +41,4 @@ class Watching:
 
 
 def _ignore(*_: object, **__: object) -> None:
-    """An event that nobody looks at."""
+    """Ignore an event."""

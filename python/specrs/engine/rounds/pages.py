@@ -1,6 +1,6 @@
-"""Pages of requests: those that they have, need and share.
+"""The pages of requests: leasing, sharing and releasing them, and counting how many a request needs.
 
-Every pass takes pages by a lease before it writes anything. Where the pass fails, the lease rolls back and every
+Every pass takes pages by a lease before it writes anything. If the pass fails, the lease rolls back and every
 request is as it was before.
 """
 
@@ -17,12 +17,12 @@ from specrs.engine.request.request import Request
 
 
 class Pages:
-    """The pool of one engine.
+    """Leases, shares and releases the pages of one engine's pool.
 
     Args:
-        geometry: what a round reserves.
-        copy: copies what a lease says, in every cache over the pool's pages (`Executor.copy`).
-        drafts: whether a draft head writes KV of its own.
+        geometry: has the number of positions that a round reserves.
+        copy: makes the copies that a lease asks for, in every cache over the pool's pages (`Executor.copy`).
+        drafts: True if a draft head writes KV of its own.
     """
 
     def __init__(
@@ -34,28 +34,31 @@ class Pages:
         drafts: bool,
     ) -> None:
         self.pool, self._config, self._copy, self._drafts = pool, config, copy, drafts
-        self._secret = os.urandom(16)  # so that nobody can look for two salts that come out alike
+        self._secret = os.urandom(16)  # a key, so that nobody can search for two salts with the same digest
         self.round_positions = geometry.alloc_len_per_decode if drafts else 1
-        """Positions behind the committed ones that a round may write, per request. What other sources than the head
-        draft is verified where there are pages for it, and is not counted."""
+        """Positions behind the committed ones that a round may write, per request.
+
+        Drafts of other sources than the head are not counted: a round verifies them only if there are pages for them.
+        """
 
     @property
     def most_tokens(self) -> int:
-        """Tokens that one request can have."""
+        """The most tokens that one request can have."""
         return min(self._config.max_context_len or 1, self._config.page_size * (self._config.num_pages or 1))
 
     def most_positions(self, request: Request) -> int:
-        """Most row positions that a request that runs alone ever has reserved, from its prompt to its last round.
+        """The most positions that a request ever reserves if it runs alone, from its prompt to its last round.
 
-        Its last token's KV is never written, so before a round at most ``max_total - 2`` positions are committed. A
-        round of one token is decoded plainly; at most ``max_total - 3`` are committed before one that drafts.
+        The KV of the last token is never written, so at most ``max_total - 2`` positions are committed before a round.
+        If a request has one token left, the round does not draft. So at most ``max_total - 3`` positions are committed
+        before a round that drafts.
         """
         most = request.ending.max_total
         drafts = most - request.prompt_len >= 3  # prefill draws a token, and the first round may draw two
         return max(most - 1, most - 3 + self.round_positions if drafts else 0)
 
     def has_room(self, admitted: Sequence[Request]) -> bool:
-        """Whether the pages that can be had take the prompts of admitted requests and then a round of all of them."""
+        """Return whether the pool has pages for the prompts of all admitted requests and one round of them all."""
         page, need = self._config.page_size, 0
         for r in admitted:
             positions = max(r.committed, r.prefill_target) + self.round_positions
@@ -67,13 +70,13 @@ class Pages:
         """Give the request a row of the page table, sharing the pages of a cached prefix of its tokens.
 
         Args:
-            request: it has no row.
-            most: positions that it may share.
+            request: a request without a row.
+            most: the most positions that the request may share; ``None`` for no limit.
         """
         if self._config.prefix_cache:
-            if request.unscored < request.prompt_len - 1:  # whose logits are wanted
+            if request.unscored < request.prompt_len - 1:  # the later rows' logits are wanted
                 most = request.unscored if most is None else min(most, request.unscored)
-            # At least one position is computed: its logits, or its features for the draft, are wanted.
+            # Compute at least the last position, because its logits, or its features for the head, are wanted.
             known = request.tokens[: request.prefill_target - 1]
             request.admit(*self.pool.cache_lookup(known, most, self._salt(request)))
         else:
@@ -87,11 +90,11 @@ class Pages:
         request.committed = 0
 
     def share_prefix(self, request: Request) -> None:
-        """Offer the full pages of what is computed to later requests, and say how far draft KV is sound in them."""
+        """Offer the request's full computed pages to later requests, and note how far draft KV is sound in them."""
         if not self._config.prefix_cache or request.error is not None:
             return
         drafted = request.draft_prefix if self._drafts else 0
-        # A page that the cache has is written no more, and the head has entries to add behind `draft_valid`.
+        # A cached page must not be written to, and the head has entries to add behind `draft_valid`.
         writes = self._drafts and request.followed and request.finish_reason is None
         valid = request.draft_valid if writes else request.committed
         self.pool.cache_insert(request.seq, request.tokens[:valid], drafted, self._salt(request))
@@ -105,7 +108,7 @@ class Pages:
         return int.from_bytes(digest, "little") or 1
 
     def lease(self, batch: Batch, extra: Sequence[int]) -> core.Lease:
-        """Pages for ``extra`` positions behind the committed ones of each request, copies of shared ones made."""
+        """Lease pages for ``extra`` positions behind the committed ones of each request, and copy shared pages."""
         ends = [n + more for n, more in zip(batch.lens, extra, strict=True)]
         lease = self.pool.reserve(list(zip(batch.seqs, ends, strict=True)))
         try:
@@ -113,6 +116,6 @@ class Pages:
             if len(copies):
                 self._copy(copies)
         except BaseException:
-            lease.rollback()  # the error's traceback would keep it
+            lease.rollback()  # the error's traceback would keep the lease alive
             raise
         return lease

@@ -1,9 +1,9 @@
 """The round's logic: prefill, plain decoding, and the speculative round.
 
-A pass takes pages by a lease before it writes anything, commits the lease, and only then changes its requests: where
-it fails, every request is as it was. A device may run ahead: then the lease spans its rounds, and each is committed
-when it is collected (`flight`). Where one request cannot go on (NaN scores), the pass goes on without it: that
-request ends with its error. The device's part stands behind `Executor`.
+A pass takes pages by a lease before it writes anything, commits the lease, and only then changes its requests. If the
+pass fails, every request is as it was. A device may run ahead of the host. The lease then has the pages of all rounds
+in flight, and each round is committed when it is collected (`flight`). If one request cannot go on (NaN scores), that
+request ends with its error and the pass goes on without it. `Executor` does the device's part.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ class Runner:
     """Runs passes over batches of requests.
 
     Attributes:
-        executor: the device that runs them.
-        pages: of all requests.
-        head: runs the draft head; ``None`` without one.
-        drafting: decides who drafts.
-        observers: see every round.
+        executor: the device that runs the passes.
+        pages: the pages of all requests.
+        head: runs the draft head; ``None`` without a head.
+        drafting: decides which requests draft.
+        observers: are told the events of every round.
         spell: gives a token's bytes; ``None`` without a tokenizer.
+        scored_rows: the most prompt rows of one pass that give logits: the rows of a round, but from 16 to 128.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Runner:
         drafts = executor.drafts
         self.head = None if drafts is None else Head(drafts, self.observers, config.page_size)
         gathering: Gathering | None = None
-        if config.sources or (drafts is not None and executor.placement.is_host):  # beside a head, what grammars force
+        if config.sources or (drafts is not None and executor.placement.is_host):  # grammars force drafts
             named = Sources(config.sources, vocab_size)
             most = geometry.shape.draft_tokens
             sizes = None if executor.placement.is_host else tiers(most)
@@ -64,25 +65,25 @@ class Runner:
         self.pages = Pages(pool, config, geometry, executor.copy, drafts is not None)
         trees = drafts is not None or gathering is not None
         rows = geometry.max_batch * (geometry.shape.draft_tokens if trees else 1)
-        #: Rows of the prompt, in one pass, whose logits are wanted: no more than rounds have memory for.
         self.scored_rows = min(max(rows, _LEAST_SCORED), _MOST_SCORED)
         self._flight: Flight | None = None
-        self._collected: list[Passed] = []  # that nobody has been told of
-        self._waited = 0.0  # `Executor.waited`, as collecting a round began
-        self._ended: float | None = None  # when the last one had
-        self._single = False  # the next round runs with none behind it
+        self._collected: list[Passed] = []  # results that no caller has received yet
+        self._waited = 0.0  # `Executor.waited` when the current call began to collect
+        self._ended: float | None = None  # time at which the last round was collected
+        self._single = False  # no round is launched behind the next one
 
     def calibrate(self) -> None:
-        """Measure the passes for the cost model, where it decides (some hundred milliseconds at worst)."""
+        """Measure the passes for the cost model, if one decides (some hundred milliseconds at worst)."""
         if (self.head is not None or self.drafting.gathering is not None) and self.config.adaptive:
             self.drafting.price(self.executor.speculation(self.pages))
 
     def admit(self, request: Request) -> None:
         """Give the request a row of the page table, and decide whether the head follows it.
 
-        The head can run only where the target's features are, which no cache has. Where the prefix cache has target
-        KV without draft KV, a head that may begin anywhere begins behind them. Another one's following costs the
-        target's pass over those positions, into pages of the request's own, which are cached in place of the others.
+        The head needs the target's features, and no cache keeps features. The prefix cache may have target KV for
+        positions that have no draft KV. A head that may begin anywhere begins behind these positions. For any other
+        head, the target runs over them again to make the features. That pass writes to the request's own pages, which
+        then replace the cached pages.
         """
         self.pages.admit(request)
         if self.head is None:
@@ -93,7 +94,7 @@ class Runner:
             request.give_up_drafts(request.draft_shared)
         elif request.draft_shared < request.committed:
             if self.drafting.speculation.tail is not None:
-                request.draft_from = request.committed  # whole pages
+                request.draft_from = request.committed  # the end of a page, because the cache shares whole pages
                 return
             most = request.draft_shared
             self.pages.release(request)
@@ -104,7 +105,10 @@ class Runner:
         self.pages.release(request)
 
     def end(self, request: Request) -> None:
-        """Take back the pages of a request that has ended, offer them to others, and close its books."""
+        """Take back the pages of a request that has ended, and forget the request.
+
+        Unless the request was aborted, offer its full pages to later requests first.
+        """
         if request.row is not None and request.finish_reason is not FinishReason.ABORT:
             self._complete(request)
             self.pages.share_prefix(request)
@@ -112,7 +116,7 @@ class Runner:
         self.drafting.forget(request)
 
     def _complete(self, r: Request) -> None:
-        """Write the last entries of draft KV where they complete a page that a later request would go on from."""
+        """Write the last entries of draft KV if they complete a page that a later request would go on from."""
         page, head = self.config.page_size, self.head
         if head is None or not self.config.prefix_cache or not r.followed or r.error is not None:
             return
@@ -120,12 +124,12 @@ class Runner:
             head.write([r], 0)
 
     def prefill(self, chunks: Sequence[tuple[Request, int]]) -> list[Passed]:
-        """Write the KV of the next ``n`` tokens of each request; draw the first token where a prompt is complete."""
+        """Write the KV of the next ``n`` tokens of each request, and draw the first token after a complete prompt."""
         batch, counts = Batch([r for r, _ in chunks]), [n for _, n in chunks]
-        # A fresh prompt yields its first token with its last position; a resumed request knows its root already.
+        # The last position of a new prompt gives its first token. A resumed request already knows its next token.
         drawing = [i for i, r in enumerate(batch) if r.committed + counts[i] == len(r.tokens)]
         lease = self._prefill_lease(batch, counts)
-        # What a kernel skipped may be a round's in flight, whose results then count for nothing.
+        # An error of a kernel may belong to a round in flight, so an error gives up the flight too.
         with _naming(batch.requests), self._abandoning(), lease:
             prefilled = self.executor.prefill(batch, counts, drawing, self._keeps_features(batch))
             drawn = prefilled.drawn
@@ -149,7 +153,7 @@ class Runner:
                     self.head.remember(batch, prefilled, [range(n) for n in counts])
                     self.head.begin([r for r in batch if r.finish_reason is None], self.drafting.speculation)
             except BaseException:
-                self._collected += passed  # the requests have their tokens
+                self._collected += passed  # the requests already have their tokens
                 raise
             self.drafting.speculation.prefilled(batch, counts)
         for r in batch:
@@ -160,7 +164,7 @@ class Runner:
     def _logprobs(
         self, r: Request, i: int, passed: Pass, rows: Sequence[int], tokens: Sequence[int]
     ) -> list[TokenLogprobs]:
-        """Of tokens that rows of a request's pass gave, where the request wants them."""
+        """Return the log-probabilities of tokens that rows of a request's pass gave, if the request wants them."""
         if r.params.logprobs is None or not tokens:
             return []
         logits, most = passed.logits(i, rows[: len(tokens)]), r.params.logprobs
@@ -169,7 +173,7 @@ class Runner:
         return of_rows(logits, tokens, most, self.spell)
 
     def _prompt_logprobs(self, r: Request, i: int, count: int, prefilled: Pass) -> list[TokenLogprobs]:
-        """Of the prompt's tokens behind rows of a chunk."""
+        """Return the log-probabilities of the prompt's tokens that follow the rows of a chunk."""
         rows, most = r.scored_rows(count), r.params.prompt_logprobs
         if not rows or most is None:
             return []
@@ -183,23 +187,23 @@ class Runner:
         except core.PoolExhaustedError:
             if self._flight is None:
                 raise
-        self._collect_flight(self._flight)  # pages for rounds that nobody has launched yet come back
+        self._collect_flight(self._flight)  # frees the pages that were leased for later rounds
         return self.pages.lease(batch, counts)
 
     def decode(self, reqs: Sequence[Request]) -> list[Passed]:
-        """One token for each request, without drafts."""
+        """Decode one token for each request, without drafts."""
         batch = Batch(reqs)
         return self.collect() or self._go(self._launch(batch, RoundPlan(batch)))
 
     def round(self, reqs: Sequence[Request], stays: bool = True) -> list[Passed]:
-        """Draft a tree for each request, verify it, commit what was accepted.
+        """Draft a tree for each request, verify it, and commit the accepted tokens.
 
-        Where the executor runs ahead, this collects the oldest round in flight; a round of another batch waits until
-        all are collected. Each request may pass several times, in order.
+        If rounds are in flight, this collects the oldest one. A round of another batch has to wait until all rounds in
+        flight are collected. The result may have several entries for one request, in order.
 
         Args:
             reqs: the batch.
-            stays: whether the next round is likely to be one of the same batch; else none is launched ahead.
+            stays: True if the next round is likely to have the same batch; if False, no round is launched ahead.
         """
         if self._collected:
             return self._news()
@@ -212,7 +216,7 @@ class Runner:
         return self._go(self._launch(batch, self.drafting.plan(batch)), stays)
 
     def collect(self) -> list[Passed]:
-        """Collect every round in flight. What a failed step had collected comes too."""
+        """Collect every round in flight. The result begins with the rounds that a failed step had collected."""
         if self._flight is not None:
             self._collect_flight(self._flight)
         return self._news()
@@ -222,7 +226,7 @@ class Runner:
             self._collect_all(flight)
 
     def abandon(self) -> None:
-        """Give up what is in flight: its requests are as the last collected round left them."""
+        """Give up the rounds in flight. Their requests are as the last collected round left them."""
         if self._flight is not None:
             flight, self._flight = self._flight, None
             try:
@@ -231,7 +235,7 @@ class Runner:
                 flight.lease.rollback()
 
     def close(self) -> None:
-        """Give up what is in flight, and let go of the device's memory; nothing runs after it."""
+        """Give up the rounds in flight, and let go of the device's memory. Nothing runs after this call."""
         try:
             self.abandon()
         finally:
@@ -243,11 +247,11 @@ class Runner:
             self.warn()
 
     def draft_bytes(self) -> int:
-        """Memory that sources of drafts say they hold."""
+        """Bytes of memory that the sources of drafts say they hold."""
         return 0 if self.drafting.gathering is None else self.drafting.gathering.sources.bytes()
 
     def warn(self) -> None:
-        """Tell the user which drafters have failed; no pass runs now, so that a warning may be an error."""
+        """Warn the user of drafters that have failed. No pass runs now, so a warning may raise."""
         if self.drafting.gathering is not None:
             self.drafting.gathering.sources.warn()
 
@@ -256,7 +260,7 @@ class Runner:
         return news
 
     def _launch(self, batch: Batch, plan: RoundPlan) -> Flight:
-        """Launch a round: its pages, its drafts, and the target's pass over them."""
+        """Launch a round: lease its pages, launch its drafts, and launch the target's pass over the drafts."""
         lease, need = self._round_lease(batch, plan)
         plan.began = time.perf_counter()
         self.drafting.speculation.begin(plan.drafts, plan.asked)
@@ -281,8 +285,10 @@ class Runner:
         return flight
 
     def _round_lease(self, batch: Batch, plan: RoundPlan) -> tuple[core.Lease, list[int]]:
-        """Pages for a round, and positions that each request's part of it writes. Nobody gives way to drafts that cost
-        no pass: where there are no pages for them, the plan is left without."""
+        """Lease the pages of a round. Returns the lease and the number of positions that each request may write.
+
+        Drafts that the host made do not push out other requests: if there are no pages for them, the plan drops them.
+        """
         need = plan.positions(self.geometry.alloc_len_per_decode)
         try:
             return self.pages.lease(batch, need), need
@@ -294,7 +300,7 @@ class Runner:
         return self.pages.lease(batch, need), need
 
     def _draft(self, batch: Batch, plan: RoundPlan, drafting: list[bool], head: Head) -> Drafted:
-        """The head's drafts, with those of other sources in one tree where there are any."""
+        """Draft with the head, and put the drafts of other sources, if any, into the same tree."""
         speculation, gathering, drafts = self.drafting.speculation, self.drafting.gathering, self.executor.drafts
         head.resume([r for r, d in zip(batch, drafting, strict=True) if d], speculation)
         proposals = plan.proposals
@@ -318,8 +324,10 @@ class Runner:
         return plan.trees
 
     def _go(self, flight: Flight, stays: bool = True) -> list[Passed]:
-        """Launch what can be, and collect the oldest round; all of them once a request has ended, whose pages are
-        leased as long as rounds are in flight."""
+        """Launch rounds ahead if possible, and collect the oldest round.
+
+        If a request has ended, collect all rounds: its pages stay leased as long as rounds are in flight.
+        """
         self._waited = self.executor.waited
         with _naming(flight.requests), self._abandoning():
             self._launch_ahead(flight, stays)
@@ -330,7 +338,7 @@ class Runner:
 
     def _launch_ahead(self, flight: Flight, stays: bool) -> None:
         last = flight.rounds[-1]
-        # It waits for the last round: only where that is the one to collect.
+        # `following` waits for the last round, so ask only if that round is the one to collect now.
         following = self.executor.following(last) if len(flight.rounds) == 1 else None
         if following is not None:
             flight.rounds.append(following)
@@ -345,8 +353,8 @@ class Runner:
         while most:
             try:
                 flight.lease.renew(flight.reach(most))
-            except (core.PoolExhaustedError, core.ConfigError):  # of pages, of the row
-                most //= 2  # fewer may fit; else those that run finish first
+            except (core.PoolExhaustedError, core.ConfigError):  # too few pages, or the row too short
+                most //= 2  # fewer rounds may fit; if not, the round in flight is collected first
                 continue
             copies = flight.lease.copies
             if len(copies):
@@ -366,7 +374,7 @@ class Runner:
             self._collect(flight)
 
     def _collect(self, flight: Flight) -> None:
-        """Commit what the oldest round accepted, and observe what came of its drafts."""
+        """Commit the tokens that the oldest round accepted, and learn from the outcome of its drafts."""
         verified = flight.rounds.popleft()
         batch, rows = flight.batch()
         if flight.collected or len(rows) < len(flight.requests):
@@ -385,18 +393,18 @@ class Runner:
         if flight.rounds and not flight.last:
             spare = self.executor.waited - self._waited
             if self.drafting.tempts(*flight.batch(), flight.plan, spare):
-                flight.last = True  # the next one drafts, from tokens that the host must know
+                flight.last = True  # the next round verifies the host's drafts, made from these tokens
                 self.executor.request_stop()
 
     def _without_lost(
         self, flight: Flight, batch: Batch, rows: list[int], verified: Verified
     ) -> tuple[Batch, list[int], Verified]:
-        """A round's results without the requests whose scores the device has lost: they meet the round again."""
+        """Return a round's results without requests whose scores are lost. These requests run the round again."""
         lost = set(verified.lost)
         flight.out |= {rows[i] for i in lost}
-        self._single = True  # the next round, which meets it again, has the device for itself
+        self._single = True  # keeps the scores of the repeated round readable
         for i in lost:
-            batch.requests[i].root = None  # the head has run over what there was
+            batch.requests[i].root = None  # the head has run on, so this root is no longer valid
         kept = [i for i in range(len(batch)) if i not in lost]
         batch, rows = Batch([batch.requests[i] for i in kept]), [rows[i] for i in kept]
         return batch, rows, self.executor.collect(verified, batch, kept) if rows else verified
@@ -409,21 +417,21 @@ class Runner:
         verified: Verified,
         observers: Sequence[RoundObserver],
     ) -> list[Passed]:
-        """Give each request what a round accepted. Nothing changes a request before all of that is read."""
+        """Give each request the tokens that a round accepted. No request changes before all results are read."""
         accepts, lease, lens = verified.accepts, flight.lease, list(flight.lens)
         paths, drawn, errors = accepts.paths, accepts.tokens, accepts.errors
-        trees = self._traced(flight, batch, rows, verified, paths)  # before a path is cut
+        trees = self._traced(flight, batch, rows, verified, paths)  # shows whole paths, before any cut
         cuts = [False] * len(batch)
         for i, r in enumerate(batch):
             stand = r.draws.standing(drawn[i], len(paths[i]))
             if stand < len(paths[i]):
-                # The token behind these is drawn again, as if the walk had ended there.
+                # The next round draws the token behind these again, as if the path had ended here.
                 paths[i], drawn[i], errors[i], cuts[i] = paths[i][:stand], drawn[i][:stand], None, True
         logprobs = [self._logprobs(r, i, verified, paths[i], drawn[i]) for i, r in enumerate(batch)]
         for o in observers:
             o.verified(verified.trees, accepts)
         self.executor.commit(batch, lease, verified)
-        # Whole paths, or what stands of them: where a request keeps less, it has ended, and gives its pages back.
+        # A request that keeps fewer tokens than its path has ended, and gives its pages back. So count whole paths.
         for row, n, path in zip(rows, batch.lens, paths, strict=True):
             lens[row] = n + len(path)
         if flight.rounds:
@@ -432,10 +440,10 @@ class Runner:
             lease.commit(lens)
             self._flight = None
         flight.lens, flight.collected = lens, flight.collected + 1
-        # Nothing fails from here on; up to here, no request has changed.
+        # No request has changed up to here, and nothing can fail from here on.
         for error, sound in verified.faults:
-            flight.last = True  # the next one is begun without drafts of this request
-            if batch.requests[error.request].followed:  # a round in flight tells it again
+            flight.last = True  # a new round has to begin without drafts of this request
+            if batch.requests[error.request].followed:  # rounds in flight report the same fault again
                 batch.requests[error.request].give_up_drafts(sound, error)
         passed = [
             Passed(r, tokens, r.commit(tokens, round_=True, error=error, cut=cut, logprobs=scored, tree=trees.get(i)))
@@ -450,7 +458,7 @@ class Runner:
             o.committed(kept)
         if self.drafting.gathering is not None:
             self.drafting.gathering.watch(batch, verified)
-        if self.head is not None and self._keeps_features(batch):  # else: most rounds of requests that gave it up
+        if self.head is not None and self._keeps_features(batch):  # skips the work if no request needs the head
             kept_rows = [path[:n] for path, n in zip(paths, kept, strict=True)]
             self._tell_head(self.head, flight, batch, rows, verified, kept_rows, cuts)
         return passed
@@ -459,11 +467,11 @@ class Runner:
         self, head: Head, flight: Flight, batch: Batch, rows: Sequence[int], verified: Verified,
         kept: Sequence[Sequence[int]], cuts: Sequence[bool],
     ) -> None:  # fmt: skip
-        """Give the head the features of what each request kept, and where no later round runs, have it go on.
+        """Give the head the features of each request's kept tokens. If no later round runs, run the head over them.
 
         Args:
-            kept: rows of the pass, of each request.
-            cuts: of each request, whether the head may have run beyond them.
+            kept: rows of the pass that each request keeps.
+            cuts: True for each request whose path was cut, so that the head may have run beyond the kept rows.
         """
         overtaken = bool(flight.rounds)
         head.remember(batch, verified, kept, overtaken)
@@ -480,7 +488,7 @@ class Runner:
     def _traced(
         self, flight: Flight, batch: Batch, rows: Sequence[int], verified: Verified, paths: Sequence[Sequence[int]]
     ) -> dict[int, DraftTree]:
-        """The trees of those requests of a round that want to see them; reads nothing where none does."""
+        """Return the trees of the requests that want to see them. Reads nothing if no request does."""
         wanted = [i for i, r in enumerate(batch) if r.params.trace]
         if not wanted:
             return {}
@@ -497,14 +505,14 @@ class Runner:
         return dict(zip(wanted, trees, strict=True))
 
     def _close(self, flight: Flight) -> None:
-        """A round that says nothing of any request: where it is the last, the flight has ended."""
+        """End the flight if the round that was collected was the last. That round gave no request any result."""
         if not flight.rounds:
             flight.lease.commit(flight.lens)
             self._flight = None
 
     @contextmanager
     def _abandoning(self) -> Iterator[None]:
-        """An error gives up what is in flight."""
+        """Give up the rounds in flight if the block raises."""
         try:
             yield
         except BaseException as error:
@@ -514,7 +522,7 @@ class Runner:
 
     @contextmanager
     def _rolled_back(self, batch: Batch, lease: core.Lease) -> Iterator[None]:
-        """A round that cannot be launched gives its pages back."""
+        """Give the pages of a round back if the block, which launches it, raises."""
         try:
             yield
         except BaseException as error:
@@ -526,10 +534,10 @@ class Runner:
             raise
 
     def _keeps_features(self, batch: Batch) -> bool:
-        """Whether a pass has to keep features: the head follows one of its requests."""
+        """Return whether a pass has to keep features. It has to if the head follows one of its requests."""
         if self.head is None:
             return False
-        for r in batch.requests:  # noqa: SIM110 - twice a round, of which most follow nobody
+        for r in batch.requests:  # noqa: SIM110 - runs twice a round, usually to the end, and a loop is faster
             if r.followed:
                 return True
         return False
@@ -537,7 +545,10 @@ class Runner:
 
 @contextmanager
 def _noted(error: BaseException) -> Iterator[None]:
-    """What fails on the way out, of a device that is gone say, does not take the place of the error itself."""
+    """Attach an exception of the block to ``error`` as a note, so that cleaning up never hides the first error.
+
+    Cleaning up fails if the device is gone, for example.
+    """
     try:
         yield
     except Exception as other:
@@ -547,7 +558,7 @@ def _noted(error: BaseException) -> Iterator[None]:
 
 @contextmanager
 def _naming(batch: Sequence[Request]) -> Iterator[None]:
-    """Errors of a pass name a request by its id, where the core names its row of the batch."""
+    """Put the request's id into an error of a pass, because the core only knows the request's row in the batch."""
     try:
         yield
     except core.SpecrsError as error:

@@ -1,13 +1,14 @@
 """The choice of requests that run next: admission, chunked prefill, waiting for pages, and preemption.
 
-Requests join and finish independently. A request is admitted when a row of the page table is free. Where the pool runs
-out of pages, prefill waits for running requests to finish; where running requests cannot get the pages of their next
-round, the one admitted last gives its pages back and starts over later. It loses time but no tokens: its prompt and
-output are prefilled again, to the same bits. A request that could not run alone is refused when it is added, and pages
-that only the prefix cache holds can always be evicted. So the one admitted first always gets its pages, and every step
-makes progress.
+Requests join and finish independently. A request is admitted when a row of the page table is free. If the pool runs
+out of pages, prefill waits for running requests to finish. If running requests cannot get the pages of their next
+round, the request that was admitted last is preempted: it gives its pages back and starts over later. A preempted
+request loses time but no tokens: its prompt and output are prefilled again, to the same bits.
 
-A request's priority comes before that order: the lowest number is admitted first and preempted last.
+Every step makes progress, because the request that was admitted first always gets its pages: a request that could not
+run alone is refused when it is added, and pages that only the prefix cache holds can always be evicted.
+
+A request's priority comes before the order of admission: the lowest number is admitted first and preempted last.
 """
 
 from __future__ import annotations
@@ -26,20 +27,25 @@ from specrs.engine.rounds.waiting import WaitingQueue
 
 
 class Scheduler:
-    """Steps requests through prefill and decoding rounds."""
+    """Steps requests through prefill and decoding rounds.
+
+    Attributes:
+        prefilled: tokens of prompts that were prefilled so far; tokens read again after a preemption count again.
+        generated: tokens that outputs kept so far.
+        preempted: times so far that a request gave its pages back.
+        passing: requests of the pass that runs. After an error, requests of the pass that failed; empty if the error
+            came from elsewhere.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._waiting = WaitingQueue()
-        self._admitted: list[Request] = []  # by priority, then in order of admission
-        self._asked: dict[int, dict[int, Request]] = {}  # those that wait or run, by asked id and index
+        self._admitted: list[Request] = []  # sorted by priority, then in order of admission
+        self._asked: dict[int, dict[int, Request]] = {}  # requests that wait or run, by asked id and index
         self._arrived = 0
-        self._passed: list[Passed] = []  # whose events are to be noted
-        self._news: list[StreamEvent] = []  # of this step; after an error, what the next one returns
-        #: Since the beginning: tokens of prompts that were prefilled, those again that a preemption cost; tokens that
-        #: outputs kept; requests that gave their pages back.
+        self._passed: list[Passed] = []  # results whose events are not noted yet
+        self._news: list[StreamEvent] = []  # events of this step; after an error, the next step returns them
         self.prefilled = self.generated = self.preempted = 0
-        #: Requests of the pass that runs; after an error, of the one that failed (none: it was no pass that failed).
         self.passing: list[Request] = []
 
     @property
@@ -54,11 +60,16 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Request]:
-        """Requests that have none: new ones, and those that were preempted; in the order in which they are admitted."""
+        """Requests without a row, new or preempted, in the order in which they will be admitted."""
         return list(self._waiting)
 
     def stats(self, pool: Mapping[str, int], draft_bytes: int) -> EngineStats:
-        """Figures of what runs and waits, and counts since the beginning. pool: its counts."""
+        """Return figures of the requests that run and wait, and counts since the beginning.
+
+        Args:
+            pool: the pool's counts.
+            draft_bytes: memory that the sources of drafts hold.
+        """
         return EngineStats.of(
             len(self._admitted), len(self._waiting), self._waiting.tokens, pool, prefilled=self.prefilled,
             generated=self.generated, preempted=self.preempted, draft_bytes=draft_bytes,
@@ -68,7 +79,7 @@ class Scheduler:
         """Refuse a request that the pool could not hold even alone.
 
         Raises:
-            PoolExhaustedError: with the pages that it needs and the pages that there are.
+            PoolExhaustedError: the request needs more pages than the pool has; the message has both numbers.
         """
         config, most = self._runner.config, self._runner.pages.most_positions(request)
         need = -(-most // config.page_size)
@@ -86,14 +97,18 @@ class Scheduler:
         self._waiting.add(request)
 
     def abort(self, request_id: int) -> list[StreamEvent]:
-        """End every output of a request early. An event of each carries what no step has returned yet, if anything."""
+        """End every output of a request early.
+
+        Returns:
+            One event for each output; it carries the text and tokens that no step has returned yet.
+        """
         outputs = self._asked.get(request_id, {})
         runs = any(r not in self._waiting for r in outputs.values())
-        self._tell(self._runner.collect() if runs else ())  # its pages are leased as long as rounds run
+        self._tell(self._runner.collect() if runs else ())  # pages stay leased while rounds are in flight
         news = [e for e in self._news if e.request_id == request_id]
         if news:
             self._news = [e for e in self._news if e.request_id != request_id]
-        for request in list(outputs.values()):  # what has not ended in the rounds that were collected
+        for request in list(outputs.values()):  # outputs that did not end in the collected rounds
             if request in self._waiting:
                 self._waiting.remove(request)
             else:
@@ -105,20 +120,21 @@ class Scheduler:
         return [event for events in each if (event := StreamEvent.joined(events)) is not None]
 
     def step(self) -> list[StreamEvent]:
-        """Admit, prefill one chunk, run one round. An error leaves every request as it was before the failed pass.
+        """Admit requests, prefill one chunk, and run one round.
 
-        What an earlier pass of a failed step gave comes with the next step, or with `abort`.
+        An error leaves every request as it was before the failed pass. The results of earlier passes of the failed
+        step come with the next step, or with `abort`.
         """
         self.passing = []
         self._tell(())
         self._admit()
         prefilled = self._prefill()
-        # Before the round, which may fail or preempt: what prefill ended is out of the way, and its pages are back.
+        # Do this before the round, which may fail or preempt: requests that ended in prefill give their pages back.
         self._tell(prefilled)
         new = {id(p.request) for p in prefilled}
-        ready = [r for r in self._admitted if r.ready and id(r) not in new]  # its first token is this step's news
+        ready = [r for r in self._admitted if r.ready and id(r) not in new]  # new ones have had a token
         if ready:
-            # Who is still in its prompt, or has left it in this step, waits for every round that is in flight.
+            # Requests that are in prefill, or finished it in this step, join only when no round is in flight.
             stays = len(ready) == len(self._admitted)
             self._tell(self._with_pages(ready, partial(self._runner.round, stays=stays)))
         self._runner.warn()
@@ -131,14 +147,14 @@ class Scheduler:
             if request is None:
                 return
             self._runner.admit(request)
-            # Beside others, a request enters only where a round of all of them fits: else what was preempted for want
-            # of pages would come back at once. Admitted for the question, it counts what it shares once.
+            # A request joins others only if a round of all of them fits. Otherwise a request that was preempted for
+            # lack of pages would come back at once. It is admitted before the check, so that shared pages count once.
             if self._admitted and not self._runner.pages.has_room([*self._admitted, request]):
                 self._runner.release(request)
                 return
             self._waiting.remove(request)
             request.started = request.started or time.perf_counter()
-            insort(self._admitted, request, key=_priority)  # behind its equals
+            insort(self._admitted, request, key=_priority)  # behind requests of the same priority
 
     def _prefill(self) -> list[Passed]:
         budget = self._runner.config.prefill_chunk
@@ -166,9 +182,9 @@ class Scheduler:
                 elif any(r.ready for r in self._admitted):
                     break  # running requests will free pages
                 elif self._admitted[-1] is chunks[0][0]:
-                    raise  # alone, which `check` rules out
+                    raise  # a request alone; `check` rules this out
                 else:
-                    self._preempt(self._admitted[-1])  # the last one admitted makes room for the first
+                    self._preempt(self._admitted[-1])  # the request admitted last makes room for the first
         return []
 
     def _with_pages(self, reqs: list[Request], run: Callable[[Sequence[Request]], list[Passed]]) -> list[Passed]:
@@ -192,7 +208,7 @@ class Scheduler:
         self._waiting.add(request)
 
     def _end(self, request: Request) -> None:
-        """It runs and waits no more."""
+        """Forget a request that has ended, and give its pages back."""
         outputs = self._asked[request.asked_id]
         del outputs[request.index]
         if not outputs:
@@ -200,8 +216,10 @@ class Scheduler:
         self._runner.end(request)
 
     def _tell(self, passed: Sequence[Passed]) -> None:
-        """Note the events of requests that have passed, and end those that have finished. Ctrl-C may interrupt that, in
-        a drafter's code say: then the next call goes on."""
+        """Note the events of passes that have run, and end the requests that have finished.
+
+        Ctrl-C may interrupt this, for example in a drafter's code. The next call then goes on.
+        """
         self._passed += passed
         while self._passed:
             p = self._passed.pop(0)

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Between two steps.
+    """Figures of an engine between two steps.
 
     Attributes:
         running: requests that have a row of the page table.
-        waiting: requests that have none: new ones, and those that were preempted.
-        waiting_tokens: of their prompts, and of what the preempted ones had generated.
-        pages: of the KV pool, without the sink.
-        used_pages: those whose keys and values a request has, which nobody else can have.
-        cached_pages: those that the prefix cache has, shared or on its own.
-        prefilled: tokens of prompts that passes have read so far; what the prefix cache had is not among them, and what
-            a preemption has read again is.
+        waiting: requests without a row, new or preempted.
+        waiting_tokens: tokens of the prompts of waiting requests, and tokens that preempted requests had generated.
+        pages: pages of the KV pool, without the sink.
+        used_pages: pages that are neither free nor evictable, because requests use them.
+        cached_pages: pages in the prefix cache, whether requests share them or not.
+        prefilled: tokens of prompts that passes have read so far. Tokens found in the prefix cache do not count;
+            tokens read again after a preemption count again.
         generated: tokens of outputs so far.
         preempted: times so far that a request gave its pages back, to begin again later.
         draft_bytes: memory that sources of drafts without a head say they hold. An `AsyncLLM` asks them now and then.
@@ -37,7 +37,11 @@ class EngineStats:
 
     @classmethod
     def of(cls, running: int, waiting: int, waiting_tokens: int, pool: Mapping[str, int], **counts: int) -> EngineStats:
-        """From what a scheduler has, and a pool's counts; ``counts``: since the beginning."""
+        """Return the figures for a scheduler's numbers and a pool's counts.
+
+        Args:
+            counts: counts since the beginning, by attribute.
+        """
         return cls(
             running=running,
             waiting=waiting,
@@ -50,19 +54,19 @@ class EngineStats:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the pool that requests have, 0 to 1."""
+        """The share of the pool's pages that requests use, from 0 to 1."""
         return self.used_pages / self.pages if self.pages else 0.0
 
 
 @dataclass
 class RequestTimes:
-    """When things happened to a request, in seconds of `time.perf_counter`; ``None``: not yet.
+    """Times of a request's events, in seconds of `time.perf_counter`. An event that is still to come has ``None``.
 
     Attributes:
-        submitted: it came.
-        admitted: it left the queue, the first time.
-        first_token: its first token was there.
-        finished: its end was.
+        submitted: time at which the request arrived.
+        admitted: time at which the request left the queue for the first time.
+        first_token: time at which the first token was drawn.
+        finished: time at which the request ended.
     """
 
     submitted: float
@@ -77,22 +81,22 @@ class RequestTimes:
 
     @property
     def to_first_token(self) -> float | None:
-        """Seconds from its coming to its first token."""
+        """Seconds from the request's arrival to its first token."""
         return None if self.first_token is None else self.first_token - self.submitted
 
 
 @dataclass(frozen=True)
 class ServingStats:
-    """Of an `AsyncLLM`, at any time, from any thread.
+    """Figures of an `AsyncLLM`, readable at any time and from any thread.
 
     Attributes:
-        engine: as its thread last told.
-        submitted: requests that wait, those included that the thread has not seen yet.
-        submitted_tokens: of their prompts.
-        steps: that the thread made.
-        last_step: seconds that the last one took.
-        stepping: seconds since the one that runs began; 0 between steps.
-        healthy: the thread is there, and can go on.
+        engine: the engine's figures that its thread last reported.
+        submitted: requests that wait, including those that the thread has not seen yet.
+        submitted_tokens: tokens of the prompts of submitted requests.
+        steps: steps that the thread has made.
+        last_step: seconds that the last step took.
+        stepping: seconds since the running step began; 0 between steps.
+        healthy: True if the thread is alive and can go on.
     """
 
     engine: EngineStats

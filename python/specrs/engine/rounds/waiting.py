@@ -13,19 +13,20 @@ _SPARE = 16  # stale entries that are not worth a clean-up
 
 
 class WaitingQueue:
-    """Requests by priority, then in order of arrival: what was preempted comes before what has arrived later.
+    """Requests by priority, then in order of arrival. A preempted request comes before requests that arrived later.
 
-    Adding one costs O(log n). Removing one costs O(1) amortised, wherever it stands: its entry goes stale in the heap,
-    and stale entries are dropped at the front, or all at once where they are the greater part.
+    Adding a request costs O(log n). Removing a request costs O(1) amortised, wherever in the queue it is: its entry
+    goes stale in the heap. Stale entries are dropped when they reach the front, or all at once when most entries are
+    stale.
 
     Attributes:
-        tokens: of all prompts that wait, and of what the preempted requests had generated.
+        tokens: tokens of the prompts of all requests in the queue, and tokens that preempted requests had generated.
     """
 
     def __init__(self) -> None:
-        self._heap: list[_Entry] = []  # every live entry, and stale ones
-        self._live: dict[int, _Entry] = {}  # by request id
-        self._serial = count()  # of entries, so that comparing two never comes to their requests
+        self._heap: list[_Entry] = []  # every live entry, and stale entries
+        self._live: dict[int, _Entry] = {}  # the live entries, by request id
+        self._serial = count()  # numbers the entries, so that a comparison never gets to the requests
         self.tokens = 0
 
     def __len__(self) -> int:
@@ -38,14 +39,14 @@ class WaitingQueue:
         return (entry[-1] for entry in sorted(self._live.values()))
 
     def add(self, request: Request) -> None:
-        """Queue a request, whose tokens stay as they are meanwhile."""
+        """Queue a request. Its tokens must not change while it is in the queue."""
         entry = (request.params.priority, request.arrival, next(self._serial), request)
         self._live[request.request_id] = entry
         heappush(self._heap, entry)
         self.tokens += len(request.tokens)
 
     def remove(self, request: Request) -> None:
-        """Take a request out. Raises KeyError where it is not in the queue."""
+        """Take a request out of the queue. Raises KeyError if it is not in the queue."""
         del self._live[request.request_id]
         self.tokens -= len(request.tokens)
         if len(self._heap) > 2 * len(self._live) + _SPARE:
@@ -53,7 +54,7 @@ class WaitingQueue:
             heapify(self._heap)
 
     def first(self) -> Request | None:
-        """The first request that is not held; it stays in the queue. ``None``: there is none."""
+        """Return the first request that is not held, without taking it out; ``None`` if there is none."""
         held: list[_Entry] = []
         found = None
         while self._heap and found is None:
