@@ -209,7 +209,7 @@ class Fresh:
         llm = LLM(**self._options)
         for value in tail:
             speculation: Any = llm._runner.drafting.speculation
-            speculation.tail = speculation.policy.tail = value
+            speculation.policy.tail = value
         self._default = Counter(llm), llm
 
     def run(self, text: str, length: int, temperature: float, seed: int) -> tuple[float, float, Any]:

@@ -18,6 +18,7 @@ from gate_counted import Twins
 from modelzoo import Pair, write_target
 from reference_drafts import Tree
 from specrs import LLM, SamplingParams
+from specrs.drafters import Proposal
 from specrs.engine.drafting.chooser import TAIL, TreeChoice, TreePolicy
 from specrs.engine.drafting.speculation import AdaptiveTree
 
@@ -68,7 +69,7 @@ def policy_of(llm: LLM) -> TreePolicy:
 
 def begins(llm: LLM, tail: int | None) -> None:
     """The head may begin anywhere, so many positions before its first draft, or reads requests from their beginning."""
-    llm._runner.drafting.speculation.tail = policy_of(llm).tail = tail
+    policy_of(llm).tail = tail
 
 
 DRAFT, WAIT, GIVE_UP = 0.0, 1.0, math.inf  # tokens that a request waits for
@@ -119,10 +120,10 @@ def test_a_head_given_up_midway_shares_all_that_the_target_computed(
     decide(monkeypatch, llm, True, GIVE_UP)
     run = Counted(llm, monkeypatch)
     answer, _ = run.turn(PROMPT, 40)
-    assert run.head == ([] if anywhere else [len(PROMPT) - 1])
+    assert run.head == [len(PROMPT) - 1]
     pool = llm._runner.pages.pool
     row, shared, drafted = pool.cache_lookup([*PROMPT, *answer])
-    assert (shared, drafted) == (48, 0 if anywhere else 8)
+    assert (shared, drafted) == (48, 8)
     pool.release([row])
     _, cached = run.turn([*PROMPT, *answer, 2, 2], 8)
     # It is followed again: one that reads a request from its beginning needs the target's features behind its own KV.
@@ -315,3 +316,60 @@ def test_a_batch_drafts_by_default_where_that_wins() -> None:
     plain, took, outputs = twins.run([[i, *twins.encode(text)] for i in range(4, 12) for text in texts], params)
     assert plain > 1.05 * took
     assert sum(sum(o.drafted) > 20 for o in outputs[16:]) >= 12
+
+
+def test_outputs_of_a_prompt_prefill_no_more_than_without_a_head() -> None:
+    """A head that begins late has no entries to write behind a complete prompt, so that its pages can be shared."""
+    prompt, prefilled = [i * i % VOCAB for i in range(75)], []
+    for speculative in (True, False):
+        twin = Twins(max_batch=8, max_context_len=256, page_size=16)._llms[0 if speculative else 1]
+        if speculative:
+            twin._runner.drafting.speculation.policy.follows = lambda *_: True  # type: ignore[attr-defined]
+        twin.generate([prompt], SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, n=4))
+        prefilled.append(twin._scheduler.prefilled)
+    assert prefilled[0] == prefilled[1]
+
+
+class Interrupts:
+    """A drafter that is interrupted as it learns from its first tree."""
+
+    name, depth, left = "interrupts", 4, 1
+
+    def begin(self, request: Any) -> Interrupts:
+        return self
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Nothing to learn."""
+
+    def propose(self, nodes: int, depth: int) -> Proposal:
+        return Proposal([-1], [1], [0.5])
+
+    def bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def observe(self, tokens: Sequence[int], top: Sequence[Sequence[int]]) -> None:
+        if self.left:
+            self.left -= 1
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_in_a_drafter_leaves_the_heads_books_right(pair: Pair) -> None:
+    """The features of what the round accepted wait for the head, whatever a user's code does behind that."""
+    prompt, params = [i * i % VOCAB for i in range(20)], SamplingParams(max_tokens=30)
+    [want] = LLM(pair.target, speculative=False).generate([prompt], params)
+    llm = LLM(pair.target, pair.draft, drafters=[Interrupts(), "head"], tree=(2, 3, 8), page_size=4)
+    llm.add(prompt, params)
+    out, interrupted = None, 0
+    while llm.unfinished:
+        try:
+            for event in llm.step():
+                out = event.output or out
+        except KeyboardInterrupt:
+            interrupted += 1
+            [r] = llm._scheduler._admitted
+            assert r.committed == len(r.tokens) - 1 and r.lag > 0 and r.root is None
+    assert interrupted == 1 and out is not None and out.token_ids == want.token_ids
+    assert out.draft_error is None

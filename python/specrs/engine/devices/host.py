@@ -131,7 +131,7 @@ class HostExecutor:
         policy = calibrated(self.target, self.cache, head, self.planner, pages)
         if self.planner.format == "native":  # attention of other formats reads all KV of a request
             policy.tail = TAIL
-        return AdaptiveTree(policy, self.planner.geometry.shape.topk)
+        return AdaptiveTree(policy, self.planner.geometry.shape.topk, pages.pool.page_size)
 
     def copy(self, moves: core.Moves) -> None:
         move = self.target.ops.dense.kv_move

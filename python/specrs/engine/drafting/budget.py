@@ -48,13 +48,11 @@ class Account:
         engine: the bucket of all requests of its kind.
         request: its own.
         produced: tokens that both have earned for.
-        drew: whether the head has drafted for it.
     """
 
     engine: TokenBucket
     request: TokenBucket
     produced: int = 0  # tokens that have been earned for
-    drew: bool = False  # the head has drafted for it
     _begun: float = field(init=False)
 
     def __post_init__(self) -> None:

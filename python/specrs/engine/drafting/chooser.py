@@ -123,7 +123,7 @@ class TreePolicy:
     def wait(self, account: Account, batch: int, produced: int, lag: int | None) -> float:
         """Plain rounds until a request can pay for the way to a round with drafts, and for its share of that: 0 for
         now, infinite where what it has to catch up with grows faster than what it may lose."""
-        own = self.entry(account, lag, batch) + self.least_loss(batch, batch)
+        own = self.resuming(lag, batch) + self.least_loss(batch, batch)
         short = own - account.room(produced, batch)
         if short <= 0.0:
             return 0.0
@@ -135,21 +135,7 @@ class TreePolicy:
         where it drafted in the last round."""
         if lag is None:
             return 0.0
-        entries = lag if self.tail is None else min(lag, self.tail)
-        return self.waiting(entries - 1, batch) + self.costs.draft_extend.at(1) / self.costs.plain(batch) * batch
-
-    def entry(self, account: Account, lag: int | None, batch: int) -> float:
-        """Return the part of `resuming` that a request itself pays. The engine pays for its first drafts."""
-        return self.resuming(lag, batch) if account.drew or self.tail is None else 0.0
-
-    def enter(self, account: Account, lag: int, batch: int) -> None:
-        """Pay for it."""
-        price = self.resuming(lag, batch)
-        if account.drew or self.tail is None:
-            account.pay(price, batch)
-        else:
-            account.engine.pay(price / batch)
-        account.drew = True
+        return self.waiting(lag - 1, batch) + self.costs.draft_extend.at(1) / self.costs.plain(batch) * batch
 
     def following(self, batch: int) -> float:
         """Plain rounds that each round without drafts takes longer of each request that the head follows, beside the

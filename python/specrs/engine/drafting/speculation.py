@@ -68,7 +68,7 @@ class GivenTree:
         return True
 
     def prefilled(self, batch: Batch, counts: Sequence[int]) -> None:
-        """A chunk of prefill ended: of each request so many positions, with their draft KV where the head follows."""
+        """A chunk of prefill ended: of each request so many positions, with the draft KV that it writes where the head follows."""
 
     def catches_up(self, request: Request, batch: int) -> bool:
         """Whether the draft KV of features that have waited for long is written, in a batch of so many requests."""
@@ -173,9 +173,9 @@ class AdaptiveTree(GivenTree):
 
     given = False
 
-    def __init__(self, policy: TreePolicy, topk: int) -> None:
-        self.policy, self.costs, self.tail = policy, policy.costs, policy.tail
-        self._topk = topk
+    def __init__(self, policy: TreePolicy, topk: int, page: int = 1) -> None:
+        self.policy, self.costs = policy, policy.costs
+        self._topk, self._page = topk, page
         self._accounts: dict[int, Account] = {}  # by request, from its first admission to its end
         self._again: dict[int, int] = {}  # by request, positions of its prefill that only the head needs
         self._wakes: dict[int, float] = {}  # by request, the number of its tokens from which on it may pay for drafts
@@ -184,6 +184,10 @@ class AdaptiveTree(GivenTree):
         self._plain_rounds = self._in_a_row = 0  # since ever, since the last one with drafts
         self._observing = True  # passes of this round are timed
         self._started = self._in_passes = 0.0  # seconds
+
+    @property
+    def tail(self) -> int | None:  # type: ignore[override]
+        return self.policy.tail
 
     def follows(self, request: Request) -> bool:
         account = self.account(request)
@@ -205,10 +209,13 @@ class AdaptiveTree(GivenTree):
         return account
 
     def prefilled(self, batch: Batch, counts: Sequence[int]) -> None:
-        if self.tail is not None:
-            return  # a prompt's draft KV is written when its request drafts for the first time
         for r, n in zip(batch, counts, strict=True):
-            if r.followed:
+            if r.followed and self.tail is not None:
+                if r.ready:  # at once, for all that may come
+                    self.account(r).engine.pay(
+                        self.policy.waiting(r.draft_valid - r.draft_from, self._batch) / self._batch
+                    )
+            elif r.followed:
                 left = self._again.pop(r.request_id, 0)
                 again = min(left, n)
                 self._again[r.request_id] = left - again
@@ -228,16 +235,25 @@ class AdaptiveTree(GivenTree):
         self._caught_up = 0.0
         for r, drafts in zip(batch, drafting, strict=True):
             if drafts and r.root is None:
-                policy.enter(self.account(r), r.lag, size)
-                self._caught_up += policy.costs.plain(1) * policy.resuming(r.lag, 1)
+                lag = self._lag(r)
+                self.account(r).pay(policy.resuming(lag, size), size)
+                self._caught_up += policy.costs.plain(1) * policy.resuming(lag, 1)
         return drafting
+
+    def _lag(self, r: Request) -> int | None:
+        """Features that the head has to run over before the request can draft; ``None`` where it drafted just now."""
+        if r.root is not None:
+            return None
+        if self.tail is None:
+            return r.lag
+        return min(r.lag, r.committed - max(r.committed - self.tail, 0) // self._page * self._page)
 
     def _room(self, r: Request, batch: int) -> float:
         """What a request may lose to a round with drafts; one that will not pay for any again gives them up."""
-        account, lag = self.account(r), None if r.root is not None else r.lag
+        account, lag = self.account(r), self._lag(r)
         wait = self.policy.wait(account, batch, r.produced, lag)
         if wait == 0.0:
-            resuming = self.policy.entry(account, lag, batch)
+            resuming = self.policy.resuming(lag, batch)
             return account.room(r.produced, batch, resuming + self.policy.least_loss(batch, batch)) - resuming
         if wait >= r.remaining / 2 or self.policy.following(batch) > RATE:
             r.give_up_drafts(r.draft_valid)

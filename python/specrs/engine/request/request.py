@@ -243,7 +243,9 @@ class Request:
     # draft_extend for the root, whose form only the executor knows.
     pending: list[Features] = field(default_factory=list)
     lag: int = 0  # number of their positions
-    draft_from: int = 0  # first position of the draft KV in use, of a page's beginning: what is before is never read
+    draft_from: int = (
+        0  # first position of the draft KV in use, a multiple of the page size: the head reads none before
+    )
     root: object | None = None
     followed: bool = True  # true while the head drafts for the request; once false, it stays false
     draft_error: NonFiniteError | None = None  # the fault that ended drafting by the head, if a fault did
@@ -467,7 +469,8 @@ class Request:
 
     def admit(self, row: KvSequence, shared: int, drafted: int) -> None:
         """Begin, or begin again, with ``shared`` positions of target KV that the prefix cache has, and draft KV of the
-        first ``drafted`` of them. The head can follow a request only where both are equal."""
+        first ``drafted`` of them. A head that reads requests from their beginning can follow one only where both are
+        equal."""
         self.row, self.committed, self.draft_shared, self._draft_kept = row, shared, drafted, drafted
         self.draft_from = 0
         self.cached_tokens = min(shared, self.prompt_len)
@@ -498,8 +501,8 @@ class Request:
             self.pending[0] = self.pending[0][count:]
 
     def begin_drafts(self, position: int) -> None:
-        """Draft KV begins at a position, the first of a page, that no later entry is before. Features before it are
-        dropped."""
+        """Let the head begin at a position, a multiple of the page size. Features of earlier positions are dropped; sound
+        draft KV from 0 on is remembered for the cache."""
         skipped = position - self.draft_valid
         if skipped > 0:
             self._draft_kept = self.draft_prefix

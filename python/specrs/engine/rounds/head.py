@@ -53,7 +53,7 @@ class Head:
             else:
                 r.wait(passed.features(i, index))
 
-    def catch_up(self, batch: Batch, speculation: GivenTree) -> None:
+    def bound_features(self, batch: Batch, speculation: GivenTree) -> None:
         """Write the draft KV of requests whose features have waited for long, or give up their drafts.
 
         A head that may begin anywhere (``speculation.tail``) drops the older features instead.
@@ -77,19 +77,18 @@ class Head:
 
     # -- passes -------------------------------------------------------------------------------------------------
 
-    def begin(self, reqs: Sequence[Request], speculation: GivenTree) -> None:
+    def after_prefill(self, reqs: Sequence[Request], speculation: GivenTree) -> None:
         """Write the draft KV of prompts, as far as they are prefilled.
 
-        A head that may begin anywhere (``speculation.tail``) writes nothing yet: it keeps only the features near the
-        end of each prompt.
+        A head that may begin anywhere (``speculation.tail``) writes it once a prompt is complete, near its end alone.
         """
         tail = speculation.tail
-        if tail is None:
-            self.write(reqs)
-            return
-        for r in reqs:
-            if r.followed:
-                self.shorten(r, tail)
+        if tail is not None:
+            for r in reqs:
+                if r.followed:
+                    self.shorten(r, tail)
+            reqs = [r for r in reqs if r.ready]
+        self.write(reqs)
 
     def write(self, reqs: Sequence[Request], keep: int = 1) -> None:
         """Write the draft KV of all features that wait, except each request's last ``keep``.
@@ -107,7 +106,7 @@ class Head:
             else:
                 r.drop_oldest(n)
 
-    def resume(self, reqs: Sequence[Request], speculation: GivenTree) -> None:
+    def before_drafting(self, reqs: Sequence[Request], speculation: GivenTree) -> None:
         """Make requests ready to draft: write draft KV and compute a root from the features that wait."""
         if speculation.tail is not None:
             for r in reqs:

@@ -151,7 +151,7 @@ class Runner:
             try:
                 with self._abandoning():
                     self.head.remember(batch, prefilled, [range(n) for n in counts])
-                    self.head.begin([r for r in batch if r.finish_reason is None], self.drafting.speculation)
+                    self.head.after_prefill([r for r in batch if r.finish_reason is None], self.drafting.speculation)
             except BaseException:
                 self._collected += passed  # the requests already have their tokens
                 raise
@@ -193,7 +193,7 @@ class Runner:
     def decode(self, reqs: Sequence[Request]) -> list[Passed]:
         """Decode one token for each request, without drafts."""
         batch = Batch(reqs)
-        return self.collect() or self._go(self._launch(batch, RoundPlan(batch)))
+        return self.collect() or self._advance(self._launch(batch, RoundPlan(batch)))
 
     def round(self, reqs: Sequence[Request], stays: bool = True) -> list[Passed]:
         """Draft a tree for each request, verify it, and commit the accepted tokens.
@@ -211,9 +211,9 @@ class Runner:
             if self.observers or not self._flight.carries(list(reqs)):
                 return self.collect()
             self.drafting.speculation.begin(self._flight.plan.drafts, self._ended)
-            return self._go(self._flight, stays)
+            return self._advance(self._flight, stays)
         batch = Batch(reqs)
-        return self._go(self._launch(batch, self.drafting.plan(batch)), stays)
+        return self._advance(self._launch(batch, self.drafting.plan(batch)), stays)
 
     def collect(self) -> list[Passed]:
         """Collect every round in flight. The result begins with the rounds that a failed step had collected."""
@@ -302,7 +302,7 @@ class Runner:
     def _draft(self, batch: Batch, plan: RoundPlan, drafting: list[bool], head: Head) -> Drafted:
         """Draft with the head, and put the drafts of other sources, if any, into the same tree."""
         speculation, gathering, drafts = self.drafting.speculation, self.drafting.gathering, self.executor.drafts
-        head.resume([r for r, d in zip(batch, drafting, strict=True) if d], speculation)
+        head.before_drafting([r for r, d in zip(batch, drafting, strict=True) if d], speculation)
         proposals = plan.proposals
         if gathering is None or proposals is None or not proposals.nodes:
             return head.draft(batch, drafting, speculation)
@@ -323,7 +323,7 @@ class Runner:
         )
         return plan.trees
 
-    def _go(self, flight: Flight, stays: bool = True) -> list[Passed]:
+    def _advance(self, flight: Flight, stays: bool = True) -> list[Passed]:
         """Launch rounds ahead if possible, and collect the oldest round.
 
         If a request has ended, collect all rounds: its pages stay leased as long as rounds are in flight.
@@ -382,7 +382,7 @@ class Runner:
         if rows and verified.lost:
             batch, rows, verified = self._without_lost(flight, batch, rows, verified)
         if not rows:
-            self._close(flight)
+            self._end_flight(flight)
             return
         observers = self.observers if flight.single else []
         passed = self._commit(flight, batch, rows, verified, observers)
@@ -440,7 +440,7 @@ class Runner:
             lease.commit(lens)
             self._flight = None
         flight.lens, flight.collected = lens, flight.collected + 1
-        # No request has changed up to here, and nothing can fail from here on.
+        # No request has changed up to here. From here to the head's features, nothing calls what may fail.
         for error, sound in verified.faults:
             flight.last = True  # a new round has to begin without drafts of this request
             if batch.requests[error.request].followed:  # rounds in flight report the same fault again
@@ -454,36 +454,27 @@ class Runner:
         flight.out |= {row for row, p in zip(rows, passed, strict=True) if p.committed.finished}
         self._collected += passed
         kept = [p.committed.kept for p in passed]
+        follows = self.head is not None and self._keeps_features(batch)
+        if self.head is not None and follows:  # skips the work if no request needs the head
+            kept_rows = [path[:n] for path, n in zip(paths, kept, strict=True)]
+            self.head.remember(batch, verified, kept_rows, overtaken=bool(flight.rounds))
+            for r, cut in zip(batch, cuts, strict=True):
+                if cut:
+                    r.root = None  # the head may have run beyond what stands
         for o in observers:
             o.committed(kept)
         if self.drafting.gathering is not None:
-            self.drafting.gathering.watch(batch, verified)
-        if self.head is not None and self._keeps_features(batch):  # skips the work if no request needs the head
-            kept_rows = [path[:n] for path, n in zip(paths, kept, strict=True)]
-            self._tell_head(self.head, flight, batch, rows, verified, kept_rows, cuts)
+            self.drafting.gathering.watch(batch, verified)  # a user's code, which may raise KeyboardInterrupt
+        if self.head is not None and follows and not flight.rounds:
+            self._run_head(self.head, flight, batch, rows)
         return passed
 
-    def _tell_head(
-        self, head: Head, flight: Flight, batch: Batch, rows: Sequence[int], verified: Verified,
-        kept: Sequence[Sequence[int]], cuts: Sequence[bool],
-    ) -> None:  # fmt: skip
-        """Give the head the features of each request's kept tokens. If no later round runs, run the head over them.
-
-        Args:
-            kept: rows of the pass that each request keeps.
-            cuts: True for each request whose path was cut, so that the head may have run beyond the kept rows.
-        """
-        overtaken = bool(flight.rounds)
-        head.remember(batch, verified, kept, overtaken)
-        for r, cut in zip(batch, cuts, strict=True):
-            if cut:
-                r.root = None
-        if overtaken:
-            return
+    def _run_head(self, head: Head, flight: Flight, batch: Batch, rows: Sequence[int]) -> None:
+        """Run the head over what those kept that it drafted for, so that the next round can draft at once."""
         if flight.plan.head is not None:
             drew = [r for r, row in zip(batch, rows, strict=True) if flight.plan.head[row] and r.finish_reason is None]
             head.extend(drew, self.drafting.speculation)
-        head.catch_up(batch, self.drafting.speculation)
+        head.bound_features(batch, self.drafting.speculation)
 
     def _traced(
         self, flight: Flight, batch: Batch, rows: Sequence[int], verified: Verified, paths: Sequence[Sequence[int]]
@@ -504,7 +495,7 @@ class Runner:
         trees = [DraftTree.of(tree.tokens, tree.parents, path, names, tree.sources) for tree, path in made]
         return dict(zip(wanted, trees, strict=True))
 
-    def _close(self, flight: Flight) -> None:
+    def _end_flight(self, flight: Flight) -> None:
         """End the flight if the round that was collected was the last. That round gave no request any result."""
         if not flight.rounds:
             flight.lease.commit(flight.lens)
