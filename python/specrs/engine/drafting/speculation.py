@@ -68,7 +68,8 @@ class GivenTree:
         return True
 
     def prefilled(self, batch: Batch, counts: Sequence[int]) -> None:
-        """A chunk of prefill ended: of each request so many positions, with the draft KV that it writes where the head follows."""
+        """A chunk of prefill ended, of so many positions of each request. The head has written what draft KV it will of
+        these."""
 
     def catches_up(self, request: Request, batch: int) -> bool:
         """Whether the draft KV of features that have waited for long is written, in a batch of so many requests."""

@@ -501,8 +501,8 @@ class Request:
             self.pending[0] = self.pending[0][count:]
 
     def begin_drafts(self, position: int) -> None:
-        """Let the head begin at a position, a multiple of the page size. Features of earlier positions are dropped; sound
-        draft KV from 0 on is remembered for the cache."""
+        """Let the head begin at a position, a multiple of the page size. Features of earlier positions are dropped.
+        Sound draft KV from 0 on is remembered for the cache."""
         skipped = position - self.draft_valid
         if skipped > 0:
             self._draft_kept = self.draft_prefix
