@@ -140,6 +140,7 @@ fn passes() {
                 let view = AttnView {
                     qo_indptr: &[0, m],
                     prefix_lens: &[prefix],
+                    first_pages: &[],
                     mask: if m == 1 { &[] } else { &mask },
                     mask_words: usize::from(m > 1),
                     rows: &[0],
