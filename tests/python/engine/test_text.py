@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 
+from specrs.engine.request import decoding
 from specrs.engine.request.decoding import Detokenizer, TokenDecoder
-from specrs.engine.request.request import decoding
 from specrs.engine.request.text import OutputText, StopMatcher
 from specrs.engine.request.token_bytes import TokenTable
 
