@@ -408,8 +408,12 @@ def test_more_than_may_wait_is_refused_before_it_starts(llm: LLM) -> None:
             clean(await engine.audit())
             stream = await engine.submit([1] * 150, SamplingParams(max_tokens=2))  # alone, it may always wait
             assert len((await stream.output()).token_ids) == 2
+            # All at once, while those that run leave no place for them.
+            running = [await engine.submit([1], long) for _ in range(OPTIONS["max_batch"])]
+            while engine.stats().submitted:
+                await asyncio.sleep(0)
             tasks = [asyncio.ensure_future(engine.complete([1], SamplingParams(max_tokens=5))) for _ in range(100)]
-            done = await asyncio.gather(*tasks, return_exceptions=True)  # all at once
+            done = await asyncio.gather(*tasks, return_exceptions=True)
             refused = [d for d in done if isinstance(d, EngineOverloadedError)]
             assert len(refused) == 90 and engine.stats().submitted == 0
 
