@@ -60,6 +60,10 @@ class GivenTree:
     merges = True
     costs: Costs | None = None
 
+    def begins(self, request: Request) -> int:
+        """First position that the head reads of a request where it begins now, a multiple of the page size."""
+        return 0
+
     def follows(self, request: Request) -> bool:
         """Whether the head follows a request that was just admitted, perhaps not for the first time.
 
@@ -190,6 +194,9 @@ class AdaptiveTree(GivenTree):
     def tail(self) -> int | None:  # type: ignore[override]
         return self.policy.tail
 
+    def begins(self, request: Request) -> int:
+        return 0 if self.tail is None else max(request.committed - self.tail, 0) // self._page * self._page
+
     def follows(self, request: Request) -> bool:
         account = self.account(request)
         self._wakes.pop(request.request_id, None)
@@ -245,9 +252,7 @@ class AdaptiveTree(GivenTree):
         """Features that the head has to run over before the request can draft; ``None`` where it drafted just now."""
         if r.root is not None:
             return None
-        if self.tail is None:
-            return r.lag
-        return min(r.lag, r.committed - max(r.committed - self.tail, 0) // self._page * self._page)
+        return min(r.lag, r.committed - self.begins(r))
 
     def _room(self, r: Request, batch: int) -> float:
         """What a request may lose to a round with drafts; one that will not pay for any again gives them up."""

@@ -25,11 +25,10 @@ class Head:
     Args:
         executor: runs the head.
         observers: see the head's passes; the list is shared with the runner.
-        page: tokens of a page.
     """
 
-    def __init__(self, executor: DraftExecutor, observers: Sequence[RoundObserver], page: int) -> None:
-        self._executor, self._observers, self._page = executor, observers, page
+    def __init__(self, executor: DraftExecutor, observers: Sequence[RoundObserver]) -> None:
+        self._executor, self._observers = executor, observers
 
     # -- features -----------------------------------------------------------------------------------------------
 
@@ -61,7 +60,7 @@ class Head:
         if speculation.tail is not None:
             for r in batch:
                 if r.lag >= 2 * speculation.tail:
-                    self.shorten(r, speculation.tail)
+                    r.begin_drafts(speculation.begins(r))
             return
         late = [r for r in batch if r.lag >= _MAX_LAG and r.finish_reason is None]
         if not late:
@@ -71,10 +70,6 @@ class Head:
                 r.give_up_drafts(r.draft_valid)
         self.write([r for r in late if r.followed])
 
-    def shorten(self, r: Request, tail: int) -> None:
-        """Have the head begin ``tail`` positions before the request's end, rounded down to the start of a page."""
-        r.begin_drafts(max(r.committed - tail, 0) // self._page * self._page)
-
     # -- passes -------------------------------------------------------------------------------------------------
 
     def after_prefill(self, reqs: Sequence[Request], speculation: GivenTree) -> None:
@@ -82,11 +77,10 @@ class Head:
 
         A head that may begin anywhere (``speculation.tail``) writes it once a prompt is complete, near its end alone.
         """
-        tail = speculation.tail
-        if tail is not None:
+        if speculation.tail is not None:
             for r in reqs:
                 if r.followed:
-                    self.shorten(r, tail)
+                    r.begin_drafts(speculation.begins(r))
             reqs = [r for r in reqs if r.ready]
         self.write(reqs)
 
@@ -108,10 +102,9 @@ class Head:
 
     def before_drafting(self, reqs: Sequence[Request], speculation: GivenTree) -> None:
         """Make requests ready to draft: write draft KV and compute a root from the features that wait."""
-        if speculation.tail is not None:
-            for r in reqs:
-                if r.lag:
-                    self.shorten(r, speculation.tail)
+        for r in reqs:
+            if r.lag:
+                r.begin_drafts(speculation.begins(r))
         self.write(reqs)
         self.extend(reqs, speculation)
 

@@ -54,7 +54,7 @@ class Runner:
         self.observers: list[RoundObserver] = []
         self.spell: TokenBytes | None = None
         drafts = executor.drafts
-        self.head = None if drafts is None else Head(drafts, self.observers, config.page_size)
+        self.head = None if drafts is None else Head(drafts, self.observers)
         gathering: Gathering | None = None
         if config.sources or (drafts is not None and executor.placement.is_host):  # grammars force drafts
             named = Sources(config.sources, vocab_size)
