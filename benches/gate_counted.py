@@ -11,14 +11,16 @@ import random
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import specrs.engine.drafting.gathering as gathering_module
-import specrs.engine.drafting.speculation as speculation_module
+import specrs.engine.drafting.plans as plans_module
 import specrs.engine.rounds.runner as runner_module
 from gate_texts import CODE, KINDS
 from specrs import LLM, SamplingParams
-from specrs.engine.drafting.costs import PLAIN, SPECULATIVE, Costs, PassCost
+from specrs.engine.drafting.costs import Costs, Overheads, PassCost
+from specrs.engine.drafting.plans import RoundOutcome
 from specrs.engine.drafting.sources import DraftSession
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -33,11 +35,23 @@ ASKED = 0.03  # milliseconds of asking a source of drafts once, merging what it 
 BATCH = 4
 
 
-class Frozen(PassCost):
-    """A table that nothing moves."""
+class Frozen(Costs):
+    """Costs that nothing moves."""
 
-    def observe(self, rows: int, seconds: float) -> None:
+    def observe(self, kind: int, batch: int, passes: float, seconds: float) -> None:
         """Take no notice."""
+
+
+class _Untimed:
+    """A round's results, without the time that its pass took on this machine."""
+
+    seconds = None
+
+    def __init__(self, verified: Any) -> None:
+        self._verified = verified
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._verified, name)
 
 
 class Counter:
@@ -51,17 +65,23 @@ class Counter:
     def __init__(self, llm: LLM) -> None:
         self.seconds = self.first_token = 0.0
         runner: Any = llm._runner
-        tables = {name: Frozen(ROWS, [ms / 1e3 for ms in row]) for name, row in TABLE.items()}
-        overhead = Frozen([PLAIN, SPECULATIVE], [ms / 1e3 for ms in BESIDE])
-        self.costs = Costs(**tables, overhead=overhead)
+        tables = {name: PassCost(ROWS, [ms / 1e3 for ms in row]) for name, row in TABLE.items()}
+        plain, drafting = (ms / 1e3 for ms in BESIDE)
+        self.costs = Frozen(**tables, overhead=Overheads([plain, drafting, drafting]))
         self._price(runner.executor.target, "forward", lambda n: self.costs.target.at(n))
-        # Seconds that Python spends beside the passes of a round.
-        for name, ms in (("plain_round", BESIDE[0]), ("spec_round", BESIDE[1])):
-            self._charge(runner.drafting.speculation, name, ms / 1e3)
+        observe = runner.drafting.observe
+
+        def observed(outcome: RoundOutcome) -> None:
+            beside = BESIDE[outcome.plan.drafts] / 1e3  # what Python spends beside the passes of a round
+            self.seconds += beside
+            observe(replace(outcome, verified=_Untimed(outcome.verified), seconds=outcome.seconds + beside))
+
+        runner.drafting.observe = observed
         if llm.speculative:
-            runner.drafting.speculation.policy.costs = runner.drafting.speculation.costs = self.costs
-        if runner.drafting.gathering is not None:
-            runner.drafting.gathering.price(self.costs, runner.drafting.speculation.account)
+            runner.drafting.policy.costs = self.costs
+            runner.drafting.price(runner.drafting.policy)
+        elif runner.drafting.gathering is not None:
+            runner.drafting.gathering.price(self.costs, runner.drafting.account)
         if runner.executor.drafts is None:
             return
         head, step, extend = runner.executor.drafts.head, self.costs.draft_step, self.costs.draft_extend
@@ -78,15 +98,6 @@ class Counter:
 
         setattr(owner, name, counted)
 
-    def _charge(self, owner: Any, name: str, seconds: float) -> None:
-        run = getattr(owner, name)
-
-        def charged(*args: Any) -> Any:
-            self.seconds += seconds
-            return run(*args)
-
-        setattr(owner, name, charged)
-
     def perf_counter(self) -> float:
         """The engine's clock."""
         return self.seconds
@@ -94,7 +105,7 @@ class Counter:
     @contextmanager
     def clock(self) -> Iterator[None]:
         """Within the context, let engines that draft by default read this clock."""
-        modules: tuple[Any, ...] = (speculation_module, runner_module, gathering_module)
+        modules: tuple[Any, ...] = (plans_module, runner_module, gathering_module)
         asks: Any = DraftSession.propose
 
         def charged(told: DraftSession, *args: Any) -> Any:
@@ -208,8 +219,8 @@ class Fresh:
             self._default[1].close()
         llm = LLM(**self._options)
         for value in tail:
-            speculation: Any = llm._runner.drafting.speculation
-            speculation.policy.tail = value
+            policy: Any = llm._runner.drafting.policy
+            policy.tail = value
         self._default = Counter(llm), llm
 
     def run(self, text: str, length: int, temperature: float, seed: int) -> tuple[float, float, Any]:

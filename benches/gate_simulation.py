@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from specrs.engine.drafting.budget import Account
 from specrs.engine.drafting.chooser import TreePolicy, nodes_of
-from specrs.engine.drafting.costs import PLAIN, SPECULATIVE, Costs, PassCost
+from specrs.engine.drafting.costs import Costs, Overheads, PassCost
 
 _ROWS = [1, 8, 64]
 _DEPTH = 8
@@ -78,7 +78,7 @@ def policy(step: float = 0.2, growth: float = 0.02) -> TreePolicy:
             target=PassCost(_ROWS, [1.0 + growth * r for r in _ROWS]),
             draft_step=PassCost(_ROWS, [step] * 3),
             draft_extend=PassCost(_ROWS, [step * (1.0 + 0.03 * r) for r in _ROWS]),
-            overhead=PassCost([PLAIN, SPECULATIVE], [1e-4, 2e-4]),
+            overhead=Overheads([1e-4, 2e-4, 2e-4]),
         )
     )
 
@@ -140,7 +140,7 @@ def _round(
 
 
 def _room(p: TreePolicy, r: Simulated, batch: int) -> float:
-    """Return the room for drafts, asked of the policy as `AdaptiveTree` asks."""
+    """Return the room for drafts, asked of the policy as `Drafting` asks."""
     if not r.follows:
         return -math.inf
     wait = p.wait(r.account, batch, r.produced, r.lag)

@@ -72,8 +72,8 @@ class Pair:
                 for some in KINDS.values():
                     run(self.default, [(text, 192, temperature, 9) for text in (some * 8)[: self.batch]])  # type: ignore[arg-type]
             self._warm = True
-        speculation = self.default._runner.drafting.speculation  # type: ignore[union-attr]
-        policy = speculation.policy  # type: ignore[attr-defined]
+        policy = self.default._runner.drafting.policy  # type: ignore[union-attr]
+        assert policy is not None
         policy.buckets[:] = [TokenBucket(ENGINE) for _ in policy.buckets]
         steps = len(policy.kinds[0].levels)
         policy.kinds[:] = [Kind.of(one, steps) for one in read_acceptance(assets.draft_dir())]

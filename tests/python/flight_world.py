@@ -24,8 +24,8 @@ from specrs import LLM
 from specrs import _specrs as core
 from specrs.engine import llm as engine
 from specrs.engine.devices.host import HostDrafts, HostExecutor, Root, likeliest
-from specrs.engine.drafting.ahead import AheadTree, most_nodes, united_levels, unites
 from specrs.engine.drafting.chooser import Kind, TreePolicy
+from specrs.engine.drafting.levels import most_nodes, united_levels
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
 from specrs.models.acceptance import HEATS, UNKNOWN
@@ -131,6 +131,8 @@ class Round:
     batch: Batch
     places: Sequence[int]
     loop: bool = False
+    cold = False
+    seconds = None
 
     @cached_property
     def _found(self) -> Found:
@@ -185,7 +187,7 @@ class Round:
         for i, p in enumerate(self.places):
             error = self._found.unsound.get(p)
             if error is not None:
-                root, mine = self.batch.requests[i].root, core.NonFiniteError(str(error))
+                root, mine = self.batch.requests[i].head.root, core.NonFiniteError(str(error))
                 mine.kind, mine.what, mine.value, mine.index = error.kind, error.what, error.value, error.index
                 mine.request = i
                 told.append((mine, root.start if isinstance(root, DeviceRoot) else self.batch.lens[i]))
@@ -237,6 +239,7 @@ class Told:
 class Device(HostExecutor):
     """Runs rounds ahead."""
 
+    launched = True
     told = Told()
 
     def __init__(self, target: Any, head: Any, config: Any, geometry: core.Geometry, pool: core.Pool) -> None:
@@ -253,10 +256,9 @@ class Device(HostExecutor):
     def _drafts(self, head: Any, cache: Any, config: Any) -> HostDrafts:
         return DeviceDrafts(self, head, cache, config)
 
-    def speculation(self, pages: Any) -> AheadTree:
-        tree = super().speculation(pages)
-        shape = self.planner.geometry.shape
-        return AheadTree(TreePolicy(tree.policy.costs, [Kind.of(UNKNOWN, shape.steps) for _ in HEATS]), shape)
+    def policy(self, pages: Any) -> TreePolicy:
+        costs, steps = super().policy(pages).costs, self.planner.geometry.shape.steps
+        return TreePolicy(costs, [Kind.of(UNKNOWN, steps) for _ in HEATS])
 
     # -- what the engine sees -------------------------------------------------------------------------------------
 
@@ -279,14 +281,14 @@ class Device(HostExecutor):
         self.might("prefill")
         return super().prefill(*args)
 
-    def decode(self, batch: Batch, follow: bool, clock: Any) -> Any:
+    def decode(self, batch: Batch, follow: bool) -> Any:
         return self._launched(Asked(batch, [0] * len(batch)), follow)
 
-    def verify(self, batch: Batch, drafted: Any, follow: bool, clock: Any) -> Any:
+    def verify(self, batch: Batch, drafted: Any, follow: bool) -> Any:
         if isinstance(drafted, Asked):
             return self._launched(drafted, follow)
         self._overwrite()
-        return super().verify(batch, drafted, follow, clock)
+        return super().verify(batch, drafted, follow)
 
     def commit(self, batch: Batch, lease: core.Lease, verified: Any) -> None:
         self.might("commit")
@@ -303,7 +305,7 @@ class Device(HostExecutor):
             for r, depth in zip(batch, asked.depths, strict=True)
         ]  # fmt: skip
         waits = asked.given is not None
-        waits |= follow and not all(d > 0 or not r.followed for r, d in zip(batch, asked.depths, strict=True))
+        waits |= follow and not all(d > 0 or not r.head.followed for r, d in zip(batch, asked.depths, strict=True))
         changing = any(
             (r.params.repetition_penalty, r.params.presence_penalty, r.params.frequency_penalty) != (1, 0, 0)
             for r in batch
@@ -357,8 +359,8 @@ class Device(HostExecutor):
     def abandon(self, requests: Sequence[Request]) -> None:
         self.told.abandoned += 1
         for r in requests:
-            if isinstance(r.root, DeviceRoot):
-                r.root = None
+            if isinstance(r.head.root, DeviceRoot):
+                r.head.root = None
         self._overwrite()
         for seat in self._running.seats if self._running is not None else ():
             self.roots.pop(seat.seq.row, None)
@@ -498,21 +500,17 @@ class DeviceDrafts(HostDrafts):
         self._device.might("write")
         return super().write(entries)
 
-    def extend(self, entries: Any, clock: Any) -> Any:
+    def extend(self, entries: Any) -> Any:
         self._device.might("extend")
-        return super().extend(entries, clock)
+        return super().extend(entries)
 
-    def draft(self, batch: Batch, depths: Sequence[int], deepen: Any, clock: Any) -> Any:
+    def draft(self, batch: Batch, depths: Sequence[int], deepen: Any) -> Any:
         self._device.might("draft")
         if deepen is not None or not self._device.drafts_ahead:
-            return super().draft(batch, depths, deepen, clock)
+            return super().draft(batch, depths, deepen)
         steps = self._geometry.shape.steps
         each = zip(batch, depths, strict=True)
-        return Asked(batch, [min(depth, steps) if isinstance(r.root, DeviceRoot) else 0 for r, depth in each])
-
-    @property
-    def unites(self) -> bool:  # type: ignore[override]
-        return self._device.drafts_ahead and unites(self._geometry.shape)
+        return Asked(batch, [min(depth, steps) if isinstance(r.head.root, DeviceRoot) else 0 for r, depth in each])
 
     def unite(self, drafted: Any, trees: core.TreeBatch) -> Any:
         self._device.might("beside")
@@ -520,10 +518,10 @@ class DeviceDrafts(HostDrafts):
 
     def _lend(self, request: Request, logits: torch.Tensor, hidden: torch.Tensor) -> DeviceRoot:
         self._device.roots[request.seq.row] = Root(logits.clone(), hidden.clone())
-        return DeviceRoot(request.seq.row, request.draft_valid)
+        return DeviceRoot(request.seq.row, request.head.end)
 
     def _root(self, request: Request) -> Root:
-        return self._device.roots[request.root.row] if isinstance(request.root, DeviceRoot) else self._no_root
+        return self._device.roots[request.head.root.row] if isinstance(request.head.root, DeviceRoot) else self._no_root
 
 
 def scored(trees: core.TreeBatch) -> list[Scored]:

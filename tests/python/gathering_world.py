@@ -14,10 +14,11 @@ import specrs.engine.drafting.gathering as gathering_module
 from specrs.drafters import DraftRequest, Proposal
 from specrs.engine.drafting.budget import Account, TokenBucket
 from specrs.engine.drafting.chooser import TreePolicy
-from specrs.engine.drafting.costs import PLAIN, SPECULATIVE, Costs, PassCost
+from specrs.engine.drafting.costs import HOSTED, Costs, Overheads, PassCost
 from specrs.engine.drafting.gathering import Gathering
 from specrs.engine.drafting.sources import Source, Sources
-from specrs.engine.request.batch import Batch, Passed
+from specrs.engine.request.batch import Batch
+from specrs.engine.request.request import Passed
 
 VOCAB = 1000
 
@@ -134,7 +135,7 @@ class World:
                 self.drafted += 1
                 hosted = self.gathering.trees_of(proposals)
                 rows = sum(map(len, hosted.drafts))
-                self.clock.now += self.costs.target.at(rows) + self.costs.overhead.at(SPECULATIVE)
+                self.clock.now += self.costs.target.at(rows) + self.costs.overhead.at(HOSTED)
                 passed = [self._walk(t, tree) for t, tree in zip(live, hosted.drafts, strict=True)]
                 took = self.clock.now - started
                 self.gathering.observe(passed, range(len(live)), hosted, took, None)
@@ -152,7 +153,7 @@ class World:
                 break
             node = below[0]
         t.tokens += drawn
-        return Passed(t, drawn, SimpleNamespace(kept=len(drawn)))  # type: ignore[arg-type]
+        return Passed(t, drawn, len(drawn))  # type: ignore[arg-type]
 
 
 def world(
@@ -162,7 +163,7 @@ def world(
     """An engine whose target's passes take so many seconds, by their rows."""
     monkeypatch.setattr(gathering_module, "time", clock)
     dear = PassCost([1, 8], [9.0, 9.0])
-    costs = Costs(PassCost(list(rows), list(rows.values())), dear, dear, PassCost([PLAIN, SPECULATIVE], [1e-4, 3e-4]))
+    costs = Costs(PassCost(list(rows), list(rows.values())), dear, dear, Overheads([1e-4, 3e-4, 3e-4]))
     gathering = Gathering(Sources(tuple(map(Source.of, sources)), VOCAB), 16, 15, tiers)
     policy, accounts = TreePolicy(costs), dict[int, Account]()
 

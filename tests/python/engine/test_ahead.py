@@ -11,26 +11,60 @@ import pytest
 
 from specrs import TreeShape
 from specrs._specrs import TreeBatch
-from specrs.engine.drafting.ahead import AheadTree, most_nodes
 from specrs.engine.drafting.budget import RATE, request_bucket
-from specrs.engine.drafting.chooser import Kind, TreePolicy
+from specrs.engine.drafting.chooser import Kind, Share, TreePolicy
 from specrs.engine.drafting.costs import HOSTED, PLAIN, SPECULATIVE, Costs, Overheads, Pace, PassCost
-from specrs.engine.drafting.speculation import Share
+from specrs.engine.drafting.decisions import Drafting
+from specrs.engine.drafting.levels import most_nodes
+from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
 from specrs.models.acceptance import HEATS, UNKNOWN
 
 SHAPE = TreeShape(4, 6, 32)
 PLAIN_SECONDS, STEP, EXTEND = 1.0, 0.1, 0.2
 
 
-def tree(rows: float = 0.0, overhead: float = 0.0, following: float = 0.0) -> AheadTree:
+class Launched(Drafting):
+    """What decides for a device that launches rounds, without an engine.
+
+    Attributes:
+        policy: see there.
+    """
+
+    policy: TreePolicy  # type: ignore[assignment]
+
+    def __init__(self, costs: Costs) -> None:
+        super().__init__(SHAPE, 1, True, None, True)
+        self.price(TreePolicy(costs, [Kind.of(UNKNOWN, SHAPE.steps) for _ in HEATS]))
+
+    def ended(
+        self, plan: RoundPlan, passed: Sequence[Any], seconds: float, trees: TreeBatch | None = None,
+        shares: list[Share] | None = None, cold: bool = False,
+    ) -> None:  # fmt: skip
+        """A round ended. shares: of the head, where other sources drafted too."""
+        verified: Any = SimpleNamespace(trees=trees, cold=cold, seconds=None)
+        outcome = RoundOutcome(plan, range(len(passed)), passed, verified, seconds)
+        for p in passed:
+            p.request.drafting_rounds += plan.drafts
+        self._observe_costs(outcome, self.policy)
+        self._observe_head(outcome, self.policy, shares)
+        self._batch = len(passed)
+
+
+def tree(rows: float = 0.0, overhead: float = 0.0, following: float = 0.0) -> Launched:
     """rows: what a row to verify costs beside a pass; overhead: what a round that the host waits for does; following:
     what a plain round does that the head follows."""
     pace = Pace()
     target = PassCost([1, 256], [PLAIN_SECONDS, PLAIN_SECONDS + 255 * rows], pace)
     extend = PassCost([1, 16], [EXTEND, EXTEND], pace)
-    beside = Overheads([0.0, 0.0, overhead, following])
-    costs = Costs(target, PassCost([1], [STEP], pace), extend, beside)
-    return AheadTree(TreePolicy(costs, [Kind.of(UNKNOWN, SHAPE.steps) for _ in HEATS]), SHAPE)
+    return Launched(Costs(target, PassCost([1], [STEP], pace), extend, Overheads([0.0, 0.0, overhead, following])))
+
+
+class Side(list[Any]):
+    """A batch of requests that have no engine."""
+
+    @property
+    def requests(self) -> list[Any]:
+        return self
 
 
 class Alone(SimpleNamespace):
@@ -40,50 +74,59 @@ class Alone(SimpleNamespace):
     def produced(self) -> int:
         return len(self.tokens) - self.prompt_len
 
+    def give_up_drafts(self, _: int) -> None:
+        self.head.followed = False
+
 
 def request(i: int, tokens: int = 256) -> Any:
+    head = SimpleNamespace(followed=True, root=object(), lag=0, end=9, shared=10)
     return Alone(
-        request_id=i, tokens=[1] * 10, prompt_len=10, draft_valid=9, remaining=tokens, root=object(), lag=0, error=None,
-        prefill_target=10, committed=10, draft_shared=10, finish_reason=None, followed=True,
-        params=SimpleNamespace(temperature=0.0), drafting_rounds=0,
+        request_id=i, tokens=[1] * 10, prompt_len=10, remaining=tokens, error=None, prefill_target=10, committed=10,
+        finish_reason=None, params=SimpleNamespace(temperature=0.0), drafting_rounds=0, head=head, max_depth=99,
+        draws=SimpleNamespace(room=99),
     )  # fmt: skip
 
 
-def give_up(r: Any) -> Any:
-    def gave_up(_: int) -> None:
-        r.followed = False
+def gave(r: Any, tokens: int) -> Any:
+    """What a round gave a request."""
+    return SimpleNamespace(request=r, tokens=[1] * tokens, kept=tokens)
 
-    return gave_up
+
+def planned(speculation: Launched, r: Any) -> Any:
+    """The plan of a round in which the head drafts for a request."""
+    plan = speculation.plan(Side([r]))  # type: ignore[arg-type]
+    assert plan.head == [True]
+    return plan
 
 
 def run(
-    speculation: AheadTree, r: Any, chance: float, rng: random.Random, clock: list[float], beside: float = 0.0,
-    following: float = 0.0,
+    speculation: Launched, r: Any, chance: float, rng: random.Random, clock: list[float], beside: float = 0.0,
+    following: float = 0.0, plain: float = PLAIN_SECONDS, cold: bool = False,
 ) -> tuple[int, float]:  # fmt: skip
     """One round of a request alone whose every draft level is accepted with ``chance``: tokens, and the levels.
 
-    beside: seconds of a round with drafts that no model of passes has; following: of a plain one that the head follows.
+    beside: seconds of a round with drafts that no model of passes has; plain: of a round without; following: what that
+    takes longer if the head follows the request.
     """
-    r.give_up_drafts = give_up(r)
-    [drafts] = speculation.drafting([r])  # type: ignore[arg-type]
-    speculation.begin(drafts)
-    if not drafts:
-        clock[0] += PLAIN_SECONDS + following * r.followed
+    plan = speculation.plan(Side([r]))  # type: ignore[arg-type]
+    if plan.head is None:
+        seconds = plain + following * r.head.followed
+        clock[0] += seconds
         r.tokens, r.remaining = [*r.tokens, 1], r.remaining - 1
-        speculation.plain_round([r])  # type: ignore[arg-type]
+        speculation.ended(plan, [gave(r, 1)], seconds)
         return 1, 0
-    levels = speculation.cap([r], [True])  # type: ignore[arg-type]
+    levels = plan.levels
     accepted = 0
     while accepted < levels and rng.random() < chance:
         accepted += 1
-    clock[0] += PLAIN_SECONDS + EXTEND + STEP * (levels - 1) + beside
+    seconds = PLAIN_SECONDS + EXTEND + STEP * (levels - 1) + beside
+    clock[0] += seconds
     n = accepted + 1
     r.tokens, r.remaining = [*r.tokens, *[1] * n], r.remaining - n
-    passed = SimpleNamespace(request=r, tokens=[1] * n, committed=SimpleNamespace(kept=n))
-    r.drafting_rounds += 1
     parents = [-1, *range(most_nodes(SHAPE, levels) - 1)]
     trees = TreeBatch.from_parents([parents], [[0] * len(parents)])
-    speculation.spec_round([passed], lambda: trees, [True], levels - 1)  # type: ignore[list-item]
+    plan.steps = levels - 1
+    speculation.ended(plan, [gave(r, n)], seconds, trees, cold=cold)
     return n, levels
 
 
@@ -104,9 +147,9 @@ def test_accepted_levels_deepen_and_refused_ones_make_shallow(clock: list[float]
     rng, deep = random.Random(1), tree()
     for i in range(6):
         r = request(i, 600)
-        while r.remaining > 0 and r.followed:
+        while r.remaining > 0 and r.head.followed:
             _, levels = run(deep, r, 0.97, rng, clock)
-        assert r.followed
+        assert r.head.followed
         deep.forget(r)
     assert levels == SHAPE.steps
     r = request(9)
@@ -150,11 +193,11 @@ def test_no_request_waits_where_waiting_costs(following: float, guess: float, cl
     for i in range(240):
         chance = 0.1 if 40 <= i < 160 else 0.8
         r, begun, waits = request(i, 160), clock[0], 0
-        r.followed = speculation.follows(r)
+        r.head.followed = speculation.follows(r)
         while r.remaining > 0:
-            followed = r.followed
+            followed = r.head.followed
             _, levels = run(speculation, r, chance, rng, clock, following=following)
-            waits += followed and r.followed and not levels
+            waits += followed and r.head.followed and not levels
         ratios.append((len(r.tokens) - 10) * PLAIN_SECONDS / (clock[0] - begun))
         waited.append(waits)
         speculation.forget(r)
@@ -178,33 +221,32 @@ def crowd(size: int, chances: Sequence[float], clock: list[float]) -> list[float
         while coming and len(live) < size:
             i, chance = coming.pop(0)
             r = request(i, rng.randrange(80, 240))
-            r.chance, r.draft_shared, r.entered, r.give_up_drafts = chance, 0, False, give_up(r)
-            r.followed = speculation.follows(r)
+            r.chance, r.head.shared, r.entered = chance, 0, False
+            r.head.followed = speculation.follows(r)
             live.append(r)
-        drafting = speculation.drafting(live) if any(r.followed for r in live) else [False]  # type: ignore[arg-type]
-        speculation.begin(any(drafting))
-        if any(drafting):
-            levels = speculation.cap(live, drafting)  # type: ignore[arg-type]
+        plan = speculation.plan(Side(live))  # type: ignore[arg-type]
+        drafting, levels, sizes = plan.head or [False] * len(live), 0, list[int]()
+        if plan.head is not None:
+            levels = plan.levels
             sizes = [most_nodes(SHAPE, levels) if drafts else 1 for drafts in drafting]
             entering = sum(drafts and not r.entered for r, drafts in zip(live, drafting, strict=True))
-            clock[0] += 3e-4 * (sum(sizes) - 1) + PLAIN_SECONDS + EXTEND + STEP * (levels - 1) + 0.2 * entering
+            seconds = 3e-4 * (sum(sizes) - 1) + PLAIN_SECONDS + EXTEND + STEP * (levels - 1) + 0.2 * entering
         else:
-            levels, sizes = 0, []
-            clock[0] += PLAIN_SECONDS + 0.5 * any(r.followed for r in live)
+            seconds = PLAIN_SECONDS + 0.5 * any(r.head.followed for r in live)
+        clock[0] += seconds
         passed = []
-        for r, drafts in zip(live, drafting if levels else [False] * len(live), strict=True):
+        for r, drafts in zip(live, drafting, strict=True):
             accepted, r.entered = 0, r.entered or drafts
-            r.drafting_rounds += drafts
             while drafts and accepted < levels and rng.random() < r.chance:
                 accepted += 1
             n = min(accepted + 1, r.remaining)
             r.tokens, r.remaining, drawn = [*r.tokens, *[1] * n], r.remaining - n, drawn + n
-            passed.append(SimpleNamespace(request=r, tokens=[1] * n, committed=SimpleNamespace(kept=n)))
+            passed.append(gave(r, n))
+        trees = None
         if levels:
             trees = TreeBatch.from_parents([[-1, *range(n - 1)] for n in sizes], [[0] * n for n in sizes])
-            speculation.spec_round(passed, lambda trees=trees: trees, drafting, levels - 1)  # type: ignore[arg-type]
-        else:
-            speculation.plain_round(live)  # type: ignore[arg-type]
+            plan.steps = levels - 1
+        speculation.ended(plan, passed, seconds, trees)
         for r in [r for r in live if r.remaining <= 0]:
             speculation.forget(r)
             live.remove(r)
@@ -224,14 +266,13 @@ def test_batches_gain_where_the_head_wins_and_lose_little_where_it_does_not(size
         assert crowd(size, [*[0.1] * 160, *[0.8] * 320], clock)[2] > 1.2
 
 
-def test_rounds_of_the_hosts_trees_are_no_others(clock: list[float]) -> None:
+def test_rounds_of_the_hosts_trees_are_no_others() -> None:
     speculation, r = tree(), request(0)
-    passed: Any = [SimpleNamespace(request=r, tokens=[1], committed=SimpleNamespace(kept=1))]
-    trees, overhead = TreeBatch.from_parents([[-1, 0, 1]], [[0, 0, 0]]), speculation.policy.costs.overhead
-    for drafting, dearer in (([False], False), ([], True)):  # the head's, whose requests have ended; the host's
-        speculation.begin(True)
-        clock[0] += 2 * PLAIN_SECONDS
-        speculation.spec_round(passed, lambda: trees, drafting, 0)
+    overhead, hosted = speculation.policy.costs.overhead, SimpleNamespace(drafts=[[0, 1, 1]])
+    trees = TreeBatch.from_parents([[-1, 0, 1]], [[0, 0, 0]])
+    for head, made, dearer in (([False], None, False), (None, hosted, True)):  # of requests that have ended; the host's
+        plan: Any = RoundPlan(Side([r]), head=head, trees=made)  # type: ignore[arg-type]
+        speculation.ended(plan, [gave(r, 1)], 2 * PLAIN_SECONDS, trees)
         assert (overhead.at(HOSTED) > 0.1) == dearer
 
 
@@ -250,7 +291,7 @@ def test_a_requests_first_round_makes_no_other_look_dear(clock: list[float]) -> 
 def test_rows_that_cost_make_trees_shallow() -> None:
     cheap, dear = tree(0.0), tree(0.1)
     r = request(0)
-    assert cheap.cap([r], [True]) > dear.cap([r], [True]) == 1  # type: ignore[arg-type]
+    assert planned(cheap, r).levels > planned(dear, r).levels == 1
 
 
 def test_what_rounds_take_beside_their_passes_is_charged(clock: list[float]) -> None:
@@ -266,12 +307,9 @@ def test_what_rounds_take_beside_their_passes_is_charged(clock: list[float]) -> 
 
 
 def test_a_cold_round_is_charged_as_its_model_says(clock: list[float]) -> None:
-    cold = [True]
     speculation, rng = tree(), random.Random(5)
-    speculation._cold = lambda: cold[0]
     r = request(0)
-    run(speculation, r, 1.0, rng, clock, beside=1000 * PLAIN_SECONDS)
-    cold[0] = False
+    run(speculation, r, 1.0, rng, clock, beside=1000 * PLAIN_SECONDS, cold=True)
     _, levels = run(speculation, r, 1.0, rng, clock)
     assert levels > 0, "no request pays for making a graph"
 
@@ -283,39 +321,34 @@ def others(rate: float, most: int = 8, pays: bool = True) -> Any:
 
 def test_the_heads_drafts_are_joined_by_others_where_that_yields_more() -> None:
     speculation, r = tree(), request(0)
-    batch: Any = [r]
-    speculation.drafting(batch)  # type: ignore[arg-type]
-    assert speculation.unites(batch, [True], others(2.0))
-    assert not speculation.unites(batch, [True], others(2.0, pays=False))
-    assert not speculation.unites(batch, [True], others(1.0)), "what adds no token only makes the host wait"
+    batch: Any = Side([r])
+    speculation.plan(batch)
+    assert speculation.joins_others(batch, [True], others(2.0))
+    assert not speculation.joins_others(batch, [True], others(2.0, pays=False))
+    assert not speculation.joins_others(batch, [True], others(1.0)), "what adds no token only makes the host wait"
     speculation._adds = 0.0  # the head has had everything that the others had
-    assert not speculation.unites(batch, [True], others(2.0))
+    assert not speculation.joins_others(batch, [True], others(2.0))
 
 
 def test_others_draft_alone_where_the_heads_passes_add_little() -> None:
     speculation, r = tree(), request(0)
-    batch: Any = [r]
-    speculation.drafting(batch)  # type: ignore[arg-type]
-    assert speculation.prefers_others(batch, [True], others(30.0, most=32)), "a sure chain of 32"
-    assert not speculation.prefers_others(batch, [True], others(30.0, most=32, pays=False))
+    batch: Any = Side([r])
+    speculation.plan(batch)
+    assert speculation._prefers_others(batch, [True], others(30.0, most=32)), "a sure chain of 32"
+    assert not speculation._prefers_others(batch, [True], others(30.0, most=32, pays=False))
     # The others are as good as the head alone, but both together are better.
-    kind = speculation.kind(r)
+    kind = speculation.policy.kind(0.0)
     kind.gain, kind.levels[:] = 2.0, [0.8] * SHAPE.steps
-    assert not speculation.prefers_others(batch, [True], others(2.05))
-    assert speculation.unites(batch, [True], others(2.05))
+    assert not speculation._prefers_others(batch, [True], others(2.05))
+    assert speculation.joins_others(batch, [True], others(2.05))
 
 
-def test_what_others_add_is_learnt_from_rounds_of_both(clock: list[float]) -> None:
+def test_what_others_add_is_learnt_from_rounds_of_both() -> None:
     def learnt(accepted: int, head: int, had: int) -> float:
         speculation, r = tree(), request(0)
-        speculation.drafting([r])  # type: ignore[arg-type]
+        plan, trees = planned(speculation, r), TreeBatch.from_parents([[-1, 0, 1]], [[0, 0, 0]])
         for _ in range(60):
-            speculation.begin(True)
-            clock[0] += 2 * PLAIN_SECONDS
-            passed = SimpleNamespace(request=r, tokens=[1] * (accepted + 1), committed=SimpleNamespace(kept=1))
-            trees = TreeBatch.from_parents([[-1, 0, 1]], [[0, 0, 0]])
-            share = Share([-0.1], head, had)
-            speculation.spec_round([passed], lambda trees=trees: trees, [True], 0, [share])  # type: ignore[list-item]
+            speculation.ended(plan, [gave(r, accepted + 1)], 2 * PLAIN_SECONDS, trees, [Share([-0.1], head, had)])
         return speculation._adds
 
     assert learnt(accepted=6, head=6, had=6) < 0.05, "the head had them all"
@@ -324,23 +357,20 @@ def test_what_others_add_is_learnt_from_rounds_of_both(clock: list[float]) -> No
     assert learnt(accepted=3, head=3, had=0) == 0.5, "rounds in which the others had nothing say nothing"
 
 
-def test_what_others_add_is_tried_again_and_seldom(clock: list[float]) -> None:
+def test_what_others_add_is_tried_again_and_seldom() -> None:
     """The head had everything that the others had; later texts may be other ones."""
 
-    def rounds(speculation: AheadTree, r: Any, count: int, added: int) -> list[bool]:
-        joins = []
+    def rounds(speculation: Launched, r: Any, count: int, added: int) -> list[bool]:
+        joins, trees = [], TreeBatch.from_parents([[-1, 0, 1]], [[0, 0, 0]])
         for _ in range(count):
-            joins.append(speculation.unites([r], [True], others(3.0)))  # type: ignore[arg-type]
-            speculation.begin(True)
-            clock[0] += PLAIN_SECONDS
-            passed = SimpleNamespace(request=r, tokens=[1] * (5 if joins[-1] else 3), committed=SimpleNamespace(kept=3))
+            joins.append(speculation.joins_others(plan.batch, [True], others(3.0)))
             shares = [Share([-0.1], 4 - added, 4)] if joins[-1] else None
-            trees = TreeBatch.from_parents([[-1, 0, 1]], [[0, 0, 0]])
-            speculation.spec_round([passed], lambda trees=trees: trees, [True], 1, shares)  # type: ignore[list-item]
+            speculation.ended(plan, [gave(r, 5 if joins[-1] else 3)], PLAIN_SECONDS, trees, shares)
         return joins
 
     speculation, r = tree(overhead=0.1 * PLAIN_SECONDS), request(0)
-    speculation.drafting([r])  # type: ignore[arg-type]
+    plan = planned(speculation, r)
+    plan.steps = 1
     barren = rounds(speculation, r, 4000, added=0)
     assert barren[0] and sum(barren[:200]) < 150, "what adds nothing is left"
     assert 0 < sum(barren[2000:]) < 200, "and tried now and then"
@@ -355,17 +385,10 @@ def test_plain_rounds_are_what_they_take_behind_each_other(real: float, clock: l
     speculation, rng = tree(), random.Random(6)
     for i in range(8):
         r, begun, drawn = request(i), clock[0], 0
-        r.give_up_drafts = give_up(r)
         while r.remaining > 0:
-            [drafts] = speculation.drafting([r])  # type: ignore[arg-type]
-            if drafts:
-                n, _ = run(speculation, r, 0.1, rng, clock, beside=real - PLAIN_SECONDS)
-                drawn += n
-                continue
-            speculation.begin(False)
-            clock[0] += real
-            r.tokens, r.remaining, drawn = [*r.tokens, 1], r.remaining - 1, drawn + 1
-            speculation.plain_round([r])  # type: ignore[arg-type]
+            before = len(r.tokens)
+            run(speculation, r, 0.1, rng, clock, beside=real - PLAIN_SECONDS, plain=real)
+            drawn += len(r.tokens) - before
         took = clock[0] - begun
         speculation.forget(r)
         assert drawn * real / took > (0.97 if i else 0.9), (i, drawn, took)

@@ -17,7 +17,6 @@ from drafts_world import VOCAB, agree, head_for, reference, watched
 from modelzoo import Pair, write_target
 from specrs._specrs import DraftNodes
 from specrs.engine.drafting.chooser import TreeChoice
-from specrs.engine.drafting.speculation import AdaptiveTree
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +206,7 @@ def test_features_that_wait_at_a_preemption_are_computed_again(pair: Pair, monke
         for _ in range(6):
             run.step()
     last = scheduler._admitted[-1]
-    assert last.pending
+    assert last.head.lag
     scheduler._preempt(last)
     run.finish()
     drafted = [seen for seen in run.rounds if len(seen.tree.tokens) > 1]
@@ -226,7 +225,7 @@ def test_a_tail_page_that_another_sequence_shares_is_copied_whole(
 
     def forked(reqs: Sequence[Any], stays: bool) -> Any:
         nonlocal copied
-        forks = [pool.fork(r.seq, r.committed) for r in reqs if r.lag == 0]  # pages behind are never shared
+        forks = [pool.fork(r.seq, r.committed) for r in reqs if r.head.lag == 0]  # pages behind are never shared
         tails = [(r, r.committed // page_size, pool.pages(r.seq)[r.committed // page_size]) for r in reqs
                  if r.committed % page_size]  # fmt: skip
         try:
@@ -265,9 +264,9 @@ def test_plain_rounds_in_between(pair: Pair, shape: tuple[int, int, int], monkey
 def test_chains_that_the_cost_model_cuts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain of any depth and size that the cost model picks is the beginning of the reference's."""
     run, rng = watched(pair, None, page_size=4, max_batch=3), random.Random(2)
-    speculation = run.llm._runner.drafting.speculation
-    assert isinstance(speculation, AdaptiveTree)
-    policy = speculation.policy
+    drafting = run.llm._runner.drafting
+    policy = drafting.policy
+    assert policy is not None
 
     def choose(batch: int, nodes: DraftNodes, *_: Any) -> TreeChoice:
         n = rng.randrange(min(len(nodes), 1), len(nodes) + 1)
@@ -276,7 +275,7 @@ def test_chains_that_the_cost_model_cuts(pair: Pair, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(policy, "choose", choose)
     monkeypatch.setattr(policy, "deepen", lambda *_: rng.random() < 0.8)
     monkeypatch.setattr(policy, "drafting", lambda rooms: [rng.random() < 0.8 for _ in rooms])
-    monkeypatch.setattr(speculation, "_room", lambda *_: 1.0)
+    monkeypatch.setattr(drafting, "_room", lambda *_: 1.0)
     monkeypatch.setattr(policy, "follows", lambda *_: True)
     for i in range(4):
         run.add(prompt(i, 6 + i), 40)

@@ -64,8 +64,10 @@ class Device:
     def entered(self) -> Any:
         return self.host.entered()
 
-    def speculation(self, pages: Any) -> Any:
-        return self.host.speculation(pages)
+    launched = False
+
+    def policy(self, pages: Any) -> Any:
+        return self.host.policy(pages)
 
     def copy(self, moves: core.Moves) -> None:
         self.host.copy(moves)
@@ -77,9 +79,9 @@ class Device:
         self.log.append("decode")
         return Late(self.host.decode(*args), "verified", self.log)
 
-    def verify(self, batch: Any, drafted: Any, follow: bool, clock: Any) -> Any:
+    def verify(self, batch: Any, drafted: Any, follow: bool) -> Any:
         self.log.append("verify")
-        return Late(self.host.verify(batch, drafted._of, follow, clock), "verified", self.log)
+        return Late(self.host.verify(batch, drafted._of, follow), "verified", self.log)
 
     def commit(self, batch: Any, lease: Any, verified: Any) -> None:
         self.log.append("commit")
@@ -128,11 +130,11 @@ class DeviceDrafts:
         self.log.append("write")
         return [None for _ in self.host.write(entries)]
 
-    def extend(self, entries: Any, clock: Any) -> list[Root]:
+    def extend(self, entries: Any) -> list[Root]:
         self.log.append("extend")
         bad = Root(torch.full((self.host.beams.draft_vocab,), math.nan),
                    HOST.empty(self.host.head.config.hidden_size))  # fmt: skip
-        return [root if isinstance(root, Root) else bad for root in self.host.extend(entries, clock)]
+        return [root if isinstance(root, Root) else bad for root in self.host.extend(entries)]
 
     def look_back(self, entries: Any) -> Any:
         return self.host.look_back(entries)

@@ -22,6 +22,7 @@ from modelzoo import agree, read_weights, write_eagle3, write_target
 from specrs import LLM, SamplingParams
 from specrs import _specrs as core
 from specrs.engine import RequestOutput, StreamEvent
+from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
 
 VOCAB, CONTEXT, EOS, BAD = 12, 96, 2, 7
 SIZES: dict[str, Any] = {
@@ -504,8 +505,11 @@ def test_those_who_draft_may_have_ended(world: World) -> None:
     """A later round of a flight may tell of requests without drafts alone."""
     llm = LLM(world.target, world.draft, max_batch=2, max_context_len=CONTEXT)
     trees = core.TreeBatch.from_parents([[-1]], [[3]])
-    passed = SimpleNamespace(request=SimpleNamespace(error=None, finish_reason=None), tokens=[3])
-    llm._runner.drafting.speculation.spec_round([passed], lambda: trees, [False], 2)  # type: ignore[list-item]
+    request = SimpleNamespace(error=None, finish_reason=None, proposed=0, drafting_rounds=0)
+    plan: Any = RoundPlan([request, request], head=[True, False], steps=2)  # type: ignore[arg-type]
+    verified: Any = SimpleNamespace(trees=trees, cold=False, seconds=None)
+    passed: Any = [SimpleNamespace(request=request, tokens=[3])]
+    llm._runner.drafting.observe(RoundOutcome(plan, [1], passed, verified, 0.1))
 
 
 def test_a_cost_model_decides_flights(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

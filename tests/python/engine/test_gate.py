@@ -20,7 +20,7 @@ from reference_drafts import Tree
 from specrs import LLM, SamplingParams
 from specrs.drafters import Proposal
 from specrs.engine.drafting.chooser import TAIL, TreeChoice, TreePolicy
-from specrs.engine.drafting.speculation import AdaptiveTree
+from specrs.engine.drafting.plans import RoundPlan
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +62,9 @@ class Counted:
 
 
 def policy_of(llm: LLM) -> TreePolicy:
-    speculation = llm._runner.drafting.speculation
-    assert isinstance(speculation, AdaptiveTree)
-    return speculation.policy
+    policy = llm._runner.drafting.policy
+    assert policy is not None
+    return policy
 
 
 def begins(llm: LLM, tail: int | None) -> None:
@@ -170,15 +170,14 @@ class Begun:
         self.rounds: dict[int, list[int]] = {}
         head = llm._runner.head
         assert head is not None
-        grow = head.grow
+        draft = head._step_by_step
 
-        def kept(batch: Any, drafting: Sequence[bool], *rest: Any) -> Any:
-            for r, drafts in zip(batch, drafting, strict=True):
-                if drafts:
-                    self.rounds.setdefault(r.request_id, []).append(r.draft_from)
-            return grow(batch, drafting, *rest)
+        def kept(plan: RoundPlan) -> Any:
+            for r in plan.drafting:
+                self.rounds.setdefault(r.request_id, []).append(r.head.first)
+            return draft(plan)
 
-        monkeypatch.setattr(head, "grow", kept)
+        monkeypatch.setattr(head, "_step_by_step", kept)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -217,7 +216,7 @@ def test_a_request_that_won_leaves_whole_pages_of_draft_kv(pair: Pair, monkeypat
     decide(monkeypatch, llm, True, DRAFT)
     pool, whole = llm._runner.pages.pool, 0
     for paid in (True, False):
-        monkeypatch.setattr(llm._runner.drafting.speculation, "completes", lambda _, paid=paid: paid)
+        monkeypatch.setattr(llm._runner.drafting, "completes", lambda _, paid=paid: paid)
         for length in range(20, 30):
             prompt = [length % VOCAB, 5, int(paid), 3, 3, length // VOCAB]
             [out] = llm.generate([prompt], SamplingParams(max_tokens=length))
@@ -239,18 +238,17 @@ def test_a_preempted_request_keeps_its_account(pair: Pair, monkeypatch: pytest.M
     """Preemption is no ending: what a request lost before, it has lost."""
     llm = LLM(pair.target, pair.draft, page_size=4, max_batch=4, num_pages=40)
     decide(monkeypatch, llm, True, DRAFT)
-    scheduler, speculation = llm._scheduler, llm._runner.drafting.speculation
-    assert isinstance(speculation, AdaptiveTree)
+    scheduler, drafting = llm._scheduler, llm._runner.drafting
     requests = [llm.add([i, *PROMPT], SamplingParams(max_tokens=40)) for i in range(4)]
     accounts: dict[int, Any] = {}
     preempted = set()
     while llm.unfinished:
         llm.step()
         preempted |= {r.request_id for r in scheduler._waiting if r.request_id in accounts}
-        for request, account in speculation._accounts.items():
+        for request, account in drafting._accounts.items():
             assert accounts.setdefault(request, account) is account
     assert preempted and set(accounts) == set(requests)
-    assert not speculation._accounts
+    assert not drafting._accounts
 
 
 def test_plain_rounds_of_requests_that_wait_ask_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +270,7 @@ def test_plain_rounds_of_requests_that_wait_ask_nothing(pair: Pair, monkeypatch:
         llm.step()
     looks = [asked.count(account) for account in set(asked)]
     assert len(looks) == 2 and 1 <= max(looks) < rounds / 4, (looks, rounds)
-    assert not llm._runner.drafting.speculation._wakes  # type: ignore[attr-defined]
+    assert not llm._runner.drafting._accounts
 
 
 def test_an_abort_closes_the_books(pair: Pair) -> None:
@@ -286,7 +284,7 @@ def test_an_abort_closes_the_books(pair: Pair) -> None:
     for request in (one, two, three):
         event = llm.abort(request)
         assert event is not None and event.output is not None and event.output.finish_reason == "abort"
-    assert not llm._runner.drafting.speculation._accounts  # type: ignore[attr-defined]
+    assert not llm._runner.drafting._accounts
     counts = llm.audit()
     assert counts["owned_pages"] == counts["cached_pages"]
 
@@ -324,7 +322,7 @@ def test_outputs_of_a_prompt_prefill_no_more_than_without_a_head() -> None:
     for speculative in (True, False):
         twin = Twins(max_batch=8, max_context_len=256, page_size=16)._llms[0 if speculative else 1]
         if speculative:
-            twin._runner.drafting.speculation.policy.follows = lambda *_: True  # type: ignore[attr-defined]
+            policy_of(twin).follows = lambda *_: True  # type: ignore[method-assign]
         twin.generate([prompt], SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, n=4))
         prefilled.append(twin._scheduler.prefilled)
     assert prefilled[0] == prefilled[1]
@@ -357,7 +355,7 @@ class Interrupts:
 
 
 def test_an_interrupt_in_a_drafter_leaves_the_heads_books_right(pair: Pair) -> None:
-    """The features of what the round accepted wait for the head, whatever a user's code does behind that."""
+    """The head has run over what the round accepted, whatever a user's code does behind that."""
     prompt, params = [i * i % VOCAB for i in range(20)], SamplingParams(max_tokens=30)
     [want] = LLM(pair.target, speculative=False).generate([prompt], params)
     llm = LLM(pair.target, pair.draft, drafters=[Interrupts(), "head"], tree=(2, 3, 8), page_size=4)
@@ -370,6 +368,6 @@ def test_an_interrupt_in_a_drafter_leaves_the_heads_books_right(pair: Pair) -> N
         except KeyboardInterrupt:
             interrupted += 1
             [r] = llm._scheduler._admitted
-            assert r.committed == len(r.tokens) - 1 and r.lag > 0 and r.root is None
+            assert r.committed == len(r.tokens) - 1 and r.head.lag == 0 and r.head.root is not None
     assert interrupted == 1 and out is not None and out.token_ids == want.token_ids
     assert out.draft_error is None

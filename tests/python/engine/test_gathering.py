@@ -14,8 +14,6 @@ from gathering_world import VOCAB, Clock, Foretells, Text, text, world
 from specrs import LLM
 from specrs.drafters import DraftRequest, Proposal
 from specrs.engine.drafting.chooser import TreePolicy
-from specrs.engine.drafting.costs import Costs, PassCost
-from specrs.engine.drafting.speculation import AdaptiveTree
 from specrs.engine.request.batch import Batch
 
 FLAT = {1: 1.0, 2: 1.25, 4: 1.3, 8: 1.4, 16: 1.6}
@@ -184,16 +182,15 @@ def test_a_source_hears_of_no_later_round_where_a_device_has_moved_on(
     live.sources[0].rest = 9  # the source is told of the round that it was asked for, and of no other
     one.tokens.append(one.all[len(one.tokens)])
     rows = None if moved_on else [([1], [[1]])]
-    w.gathering.watch(batch, SimpleNamespace(likeliest=lambda requests, count: rows))  # type: ignore[arg-type]
+    w.gathering.watch(batch.requests, SimpleNamespace(likeliest=lambda requests, count: rows))  # type: ignore[arg-type]
     assert heard == ([] if moved_on else [1]) and not live.asked and not live.heard
 
 
 @pytest.mark.parametrize("drafters", [["head", "suffix"], ["suffix"]])
 def test_a_request_has_one_account_whoever_drafts(drafters: list[str]) -> None:
     with LLM(drafters=drafters) as llm:
-        gathering, speculation = llm._runner.drafting.gathering, llm._runner.drafting.speculation
-        assert gathering is not None and isinstance(speculation, AdaptiveTree)
-        assert gathering._account_of == speculation.account
+        drafting = llm._runner.drafting
+        assert drafting.gathering is not None and drafting.gathering._account_of == drafting.account
 
 
 def test_looking_at_a_request_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +230,7 @@ def test_a_source_that_said_nothing_hears_of_the_round_that_it_was_asked_for(mon
         clock.now += 1.0
         one.tokens.append(one.all[len(one.tokens)])
         row = SimpleNamespace(likeliest=lambda requests, count: [([1], [[1]])])
-        w.gathering.watch(Batch([one]), row)  # type: ignore[arg-type, list-item]
+        w.gathering.watch([one], row)  # type: ignore[arg-type, list-item]
     assert source.asked and heard[1:] == [n + 1 for n in source.asked][-len(heard) + 1 :]
     assert len(heard) <= len(source.asked) + 1, "its first time, nobody knows what telling it takes"
 
@@ -288,18 +285,3 @@ def test_a_doubtful_token_is_settled_where_sources_keep_their_word(
     monkeypatch.setattr(TreePolicy, "settle", lambda self, choice, *_: choice)
     without = sum(map(gain, seeds))
     assert settled > without * (1.05 if keeps else 0.97), (settled, without)
-
-
-def test_plain_rounds_between_rounds_with_drafts_are_timed() -> None:
-    table = [1, 2, 4, 8, 64], [1.0, 1.2, 1.4, 1.8, 4.0]
-    for between in (1, 2, 3, 5, 100):
-        speculation = AdaptiveTree(TreePolicy(Costs(*(PassCost(*table) for _ in range(3)))), 1)
-        timed = 0
-        for _ in range(2400 // between):
-            speculation.begin(speculative=True)
-            assert speculation._observing
-            for _ in range(between):
-                speculation.begin(speculative=False)
-                timed += speculation._observing
-        assert 2400 / 16 <= timed <= 2400 / 4 + 1, (between, timed)
-        assert between > 40 or timed >= 590, "seldom only where many come in a row"

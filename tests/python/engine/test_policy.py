@@ -6,6 +6,7 @@ import itertools
 import math
 import operator
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -27,7 +28,7 @@ def test_cost_interpolates_and_extrapolates() -> None:
     assert [cost.at(n) for n in (0, 1, 2, 4, 6, 8, 12)] == [0.0, 1.0, 1.0, 1.0, 1.5, 2.0, 3.0]
 
 
-def test_cost_follows_what_is_seen_and_no_outlier() -> None:
+def test_the_pace_follows_what_is_seen_and_no_outlier() -> None:
     cost = PassCost([1, 8], [1.0, 1.0])
     for _ in range(200):
         cost.observe(4, 2.0)
@@ -38,18 +39,9 @@ def test_cost_follows_what_is_seen_and_no_outlier() -> None:
     assert abs(cost.at(4) - 2.0) < 0.1
 
 
-def test_costs_stay_in_order_on_a_busy_machine() -> None:
-    # The observations of one row alone left at(2) = 7.55 above at(3) = 3.45.
-    cost = PassCost([1, 2, 4, 8], [2.3, 2.8, 4.1, 6.2])
-    for _ in range(60):
-        cost.observe(1, 8.0)
-    assert cost.at(1) > 5.0
-    assert sorted(cost.seconds) == cost.seconds
-    for seconds in (1.0, 30.0, 0.1):
-        for rows in (1, 3, 8, 100, 5):
-            for _ in range(50):
-                cost.observe(rows, seconds)
-                assert sorted(cost.seconds) == cost.seconds
+def test_more_rows_never_cost_less() -> None:
+    cost = PassCost([1, 2, 4, 8], [2.3, 2.0, 4.1, 3.9])
+    assert [cost.at(n) for n in (1, 2, 4, 8)] == [2.3, 2.3, 4.1, 4.1]
 
 
 def test_a_slow_machine_slows_every_pass() -> None:
@@ -59,15 +51,7 @@ def test_a_slow_machine_slows_every_pass() -> None:
         target.observe(1, 4.0)
     assert target.at(1) == pytest.approx(4.0, rel=0.05)
     for before, after in ((2.5, target.at(2)), (6.0, target.at(8)), (0.3, step.at(1))):
-        assert 1.4 < after / before < 2.2
-
-
-def test_an_entry_that_is_not_observed_returns_to_its_shape() -> None:
-    cost = PassCost([1, 2, 8], [2.0, 2.5, 6.0])
-    for seconds in (12.0, 2.0):
-        for _ in range(1500):
-            cost.observe(1, seconds)
-    assert cost.seconds == pytest.approx([2.0, 2.5, 6.0], rel=0.1)
+        assert after / before == pytest.approx(2.0, rel=0.05)
 
 
 def test_costs_of_a_round() -> None:
@@ -78,19 +62,6 @@ def test_costs_of_a_round() -> None:
     for _ in range(300):
         costs.overhead.observe(SPECULATIVE, 0.01)
     assert abs(costs.overhead.at(SPECULATIVE) - 0.01) < 5e-4
-
-
-def test_what_a_slow_spell_taught_of_drafting_passes_with_it() -> None:
-    """Rounds that draft not, for they seemed dear, show that the machine has recovered."""
-    costs = policy().costs
-    before = costs.overhead.at(SPECULATIVE)
-    for _ in range(300):
-        costs.overhead.observe(PLAIN, 1e-3)
-        costs.overhead.observe(SPECULATIVE, 2e-3)
-    assert costs.overhead.at(SPECULATIVE) > 5 * before
-    for _ in range(600):
-        costs.overhead.observe(PLAIN, 1e-4)
-    assert costs.overhead.at(SPECULATIVE) < 1.5 * before
 
 
 def test_sure_drafts_are_all_verified_and_hopeless_ones_are_not() -> None:
@@ -355,8 +326,8 @@ def test_a_request_waits_until_it_can_pay_and_no_longer() -> None:
     rng, waited = random.Random(5), 0
     for _ in range(400):
         p = policy(step=rng.choice((0.05, 0.2, 0.6)), growth=rng.choice((0.01, 0.05)))
-        p.costs.draft_extend._shape[:] = [p.costs.draft_extend.at(1)] * 3  # features that wait cost nothing
-        p.costs.draft_extend._known.clear()
+        extend = p.costs.draft_extend.at(1)
+        p.costs = replace(p.costs, draft_extend=PassCost([1, 64], [extend, extend]))  # features that wait cost nothing
         batch, produced = rng.choice((1, 4)), rng.randrange(60)
         account = p.account(0.0, 0, batch, 600)
         account.room(produced, batch)

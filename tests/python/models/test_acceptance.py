@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from specrs import LLM, ConfigError, assets
-from specrs.engine.drafting.speculation import AdaptiveTree
 from specrs.models.acceptance import FILE, HEATS, UNKNOWN, Acceptance, read_acceptance
 
 
@@ -56,7 +55,7 @@ def test_an_engine_begins_with_what_its_head_says() -> None:
     said = read_acceptance(assets.draft_dir())
     assert all(one != UNKNOWN for one in said)
     with LLM(max_batch=1) as llm:
-        speculation = llm._runner.drafting.speculation
-        assert isinstance(speculation, AdaptiveTree)
-        assert [kind.temper for kind in speculation.policy.kinds] == [one.temper for one in said]
+        policy = llm._runner.drafting.policy
+        assert policy is not None
+        assert [kind.temper for kind in policy.kinds] == [one.temper for one in said]
     assert len(said) == len(HEATS)

@@ -29,21 +29,12 @@ from specrs.engine.devices.launched import AskedRound, DeviceRoot, LaunchedRound
 from specrs.engine.devices.launches import Variant
 from specrs.engine.devices.memory import Activations, Models, Roots, buckets, longest_path
 from specrs.engine.devices.memory_plan import attention_passes
-from specrs.engine.drafting.ahead import (
-    AheadTree,
-    drafted_levels,
-    levels_for,
-    most_nodes,
-    tiers,
-    united_levels,
-    unites,
-)
 from specrs.engine.drafting.chooser import Kind, TreePolicy
 from specrs.engine.drafting.costs import Costs, Overheads, Pace, PassCost
-from specrs.engine.drafting.speculation import AdaptiveTree
+from specrs.engine.drafting.levels import can_unite, drafted_levels, levels_for, most_nodes, tiers, united_levels
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
-from specrs.engine.rounds.executor import Clock, Deepen, Drafted, Entries, Verified, Watched
+from specrs.engine.rounds.executor import Deepen, Drafted, Entries, Verified, Watched
 from specrs.engine.rounds.pages import Pages
 from specrs.models.acceptance import HEATS, UNKNOWN
 from specrs.models.config import LayerConfig
@@ -67,6 +58,8 @@ class CudaExecutor(HostExecutor):
     Attributes:
         steps: the most draft steps of a round.
     """
+
+    launched = True
 
     def __init__(
         self,
@@ -133,10 +126,10 @@ class CudaExecutor(HostExecutor):
         vocab_size = self.target.config.vocab_size
         return CudaDrafts(self._roots, head, cache, self.planner, config, vocab_size)
 
-    def speculation(self, pages: Pages) -> AdaptiveTree:
+    def policy(self, pages: Pages) -> TreePolicy:
         shape = self.planner.geometry.shape
         if self.drafts is None:
-            return self._speculation_of_trees(shape, pages)
+            return self._policy_of_trees(shape, pages)
         measured = {b: [self._seconds(b, levels) for levels in (0, 1, shape.steps)] for b in {1, self._sizes[-1]}}
         self._warm(sorted(drafted_levels(shape)), pages)
         plain, shallow, deep = measured[1]
@@ -156,15 +149,14 @@ class CudaExecutor(HostExecutor):
             PassCost([1, 2 * self._sizes[-1]], [extend, extend], pace),
             _overheads(plain),
         )
-        return self._ahead(costs, shape)
+        return self._expecting(costs, shape)
 
-    def _ahead(self, costs: Costs, shape: core.TreeShape) -> AheadTree:
+    def _expecting(self, costs: Costs, shape: core.TreeShape) -> TreePolicy:
         head = None if self.drafts is None else self.drafts.head
         expected = (UNKNOWN,) * len(HEATS) if head is None else head.acceptance
-        policy = TreePolicy(costs, [Kind.of(one, shape.steps) for one in expected])
-        return AheadTree(policy, shape, lambda: self._running is not None and self._running.cold)
+        return TreePolicy(costs, [Kind.of(one, shape.steps) for one in expected])
 
-    def _speculation_of_trees(self, shape: core.TreeShape, pages: Pages) -> AdaptiveTree:
+    def _policy_of_trees(self, shape: core.TreeShape, pages: Pages) -> TreePolicy:
         """Return a policy for an engine without a head. The host makes its drafts, so only verification costs time."""
         sizes, pace = {1, self._sizes[-1]}, Pace()
         deep = [levels_for(shape, n) for n in tiers(shape.draft_tokens) if n >= min(8, shape.draft_tokens)]
@@ -174,7 +166,7 @@ class CudaExecutor(HostExecutor):
         costs = Costs(
             PassCost(rows, [target[n] for n in rows], pace), nothing, PassCost([1], [0.0], pace), _overheads(target[1])
         )
-        return self._ahead(costs, shape)
+        return self._expecting(costs, shape)
 
     def _seconds(self, size: int, levels: int) -> float:
         """Measure a round of a bucket in seconds. All seats are empty, but the passes still run over all rows.
@@ -250,16 +242,16 @@ class CudaExecutor(HostExecutor):
         at, (tokens, kept) = DevicePlan.of(self._dense, plan, self.cache.page_size, tokens, kept)
         return super()._logits(tokens, cast(core.Plan, at), aux, None if rows is None else kept)
 
-    def decode(self, batch: Batch, follow: bool, clock: Clock) -> Verified:
+    def decode(self, batch: Batch, follow: bool) -> Verified:
         return self._launched(AskedRound(batch, [0] * len(batch), 0), follow)
 
-    def verify(self, batch: Batch, drafted: Drafted, follow: bool, clock: Clock) -> Verified:
+    def verify(self, batch: Batch, drafted: Drafted, follow: bool) -> Verified:
         if isinstance(drafted, AskedRound):
             return self._launched(drafted, follow)
         made, shape = cast(Watched, drafted), self.planner.geometry.shape
         # If the head is up to date, it runs over the accepted tokens, as if the device had drafted.
         levels = shape.steps if isinstance(drafted, HostDrafted) else levels_for(shape, max(made.trees.sizes))
-        depths = [levels if r.followed and r.root is not None else 0 for r in batch]
+        depths = [levels if r.head.followed and r.head.root is not None else 0 for r in batch]
         return self._launched(AskedRound(batch, depths, levels), follow, made)
 
     def commit(self, batch: Batch, lease: core.Lease, verified: Verified) -> None:
@@ -291,7 +283,9 @@ class CudaExecutor(HostExecutor):
         variant = Variant(bucket.batch, levels, follow, edits, trees=trees is not None, drafts=drafts)
         number = bucket.launch(variant, self._graphs)
         # If a followed request does not draft, the host has to take its features from this round before the next one.
-        waits = follow and not all(depth > 0 or not r.followed for r, depth in zip(batch, asked.depths, strict=True))
+        waits = follow and not all(
+            depth > 0 or not r.head.followed for r, depth in zip(batch, asked.depths, strict=True)
+        )
         self._needs_sync = waits or given.changing or trees is not None or self._level == "off"
         return LaunchedRound(batch, bucket, number, variant, range(len(batch)), host_drafted)
 
@@ -340,8 +334,8 @@ class CudaExecutor(HostExecutor):
             return
         for r in requests:
             # The head may have run over accepted tokens that the request, which is as before the round, does not have.
-            if isinstance(r.root, DeviceRoot):
-                r.root = None
+            if isinstance(r.head.root, DeviceRoot):
+                r.head.root = None
         self._table.forget()  # rounds may have remapped rows
         bucket.settle()
         self._running = None
@@ -371,7 +365,7 @@ class CudaDrafts(HostDrafts):
     ) -> None:
         super().__init__(head, cache, planner, config, vocab_size)
         self._roots, self._steps = roots, planner.geometry.shape.steps
-        self.unites = unites(planner.geometry.shape)
+        self._unites = can_unite(planner.geometry.shape)
 
     def write(self, entries: Entries) -> list[core.NonFiniteError | None]:
         tokens, features, plan = self._inputs(entries)
@@ -379,10 +373,10 @@ class CudaDrafts(HostDrafts):
         self.head.write(tokens, features, cast(core.Plan, at), self.cache)
         return [None] * len(entries.counts)
 
-    def extend(self, entries: Entries, clock: Clock) -> Sequence[object]:
+    def extend(self, entries: Entries) -> Sequence[object]:
         dense, roots = cast(CudaDense, self.head.dense), self._roots
         tokens, features, plan = self._inputs(entries)
-        found = [DeviceRoot(r.seq.row, r.draft_valid) for r in entries.requests]
+        found = [DeviceRoot(r.seq.row, r.head.end) for r in entries.requests]
         last = torch.tensor([end - 1 for end in accumulate(entries.counts)])
         kept_in = torch.tensor([root.row for root in found])
         at, (tokens, last, rows) = DevicePlan.of(dense, plan, self.cache.page_size, tokens, last, kept_in)
@@ -391,11 +385,11 @@ class CudaDrafts(HostDrafts):
             core._device_copy_rows(made, None, kept, rows, None, dense.stream)
         return found
 
-    def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None, clock: Clock) -> Drafted:
+    def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None) -> Drafted:
         if deepen is not None:
-            return super().draft(batch, depths, deepen, clock)
+            return super().draft(batch, depths, deepen)
         able = [
-            min(depth, self._steps) if isinstance(r.root, DeviceRoot) else 0
+            min(depth, self._steps) if isinstance(r.head.root, DeviceRoot) else 0
             for r, depth in zip(batch, depths, strict=True)
         ]
         deepest = max(able, default=0)
@@ -404,12 +398,12 @@ class CudaDrafts(HostDrafts):
         return AskedRound(batch, able, levels)
 
     def unite(self, drafted: Drafted, trees: core.TreeBatch) -> Drafted | None:
-        if not isinstance(drafted, AskedRound) or not drafted.levels or not self.unites:
+        if not isinstance(drafted, AskedRound) or not drafted.levels or not self._unites:
             return None
         return replace(drafted, trees=trees)
 
     def _root(self, request: Request) -> Root:
-        root = request.root
+        root = request.head.root
         if not isinstance(root, DeviceRoot):
             return super()._root(request)
         return Root(self._roots.logits[root.row].to("cpu", torch.float32), self._roots.hidden[root.row])

@@ -7,6 +7,7 @@ the host, and the host decides by them.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -20,11 +21,10 @@ from torch.utils.dlpack import from_dlpack
 from specrs import _specrs as core
 from specrs.engine.config import EngineConfig
 from specrs.engine.devices.calibration import calibrated
-from specrs.engine.drafting.chooser import TAIL
-from specrs.engine.drafting.speculation import AdaptiveTree
+from specrs.engine.drafting.chooser import TAIL, TreePolicy
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
-from specrs.engine.rounds.executor import Clock, Deepen, Drafted, Entries, Verified, Watched
+from specrs.engine.rounds.executor import Deepen, Drafted, Entries, Verified, Watched
 from specrs.engine.rounds.pages import Pages
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.features import FeatureRows, Features, gather
@@ -66,6 +66,8 @@ class HostVerified(_Pass):
     trees: core.TreeBatch
     accepts: core.Accepts
     faults: Sequence[tuple[core.NonFiniteError, int]]
+    seconds: float
+    cold = False
     lost: Sequence[int] = ()
     origins: None = None
 
@@ -100,7 +102,10 @@ class HostExecutor:
         target: the target model. Its attention decides the format of plans.
         cache: the target's KV, in the pool's pages.
         drafts: the head's passes; ``None`` without a head.
+        launched: as `Executor.launched`.
     """
+
+    launched = False
 
     def __init__(
         self,
@@ -126,12 +131,12 @@ class HostExecutor:
     def entered(self) -> AbstractContextManager[object]:
         return torch.inference_mode(False)
 
-    def speculation(self, pages: Pages) -> AdaptiveTree:
+    def policy(self, pages: Pages) -> TreePolicy:
         head = None if self.drafts is None else (self.drafts.head, self.drafts.cache)
         policy = calibrated(self.target, self.cache, head, self.planner, pages)
         if self.planner.format == "native":  # attention of other formats reads all KV of a request
             policy.tail = TAIL
-        return AdaptiveTree(policy, self.planner.geometry.shape.topk, pages.pool.page_size)
+        return policy
 
     def copy(self, moves: core.Moves) -> None:
         move = self.target.ops.dense.kv_move
@@ -153,16 +158,16 @@ class HostExecutor:
         drawn = [_draw(batch.requests[i], logits[j]) for j, i in enumerate(drawing)]
         return HostPrefilled(aux, starts, logits, drawn, {row: i for i, row in enumerate(kept)})
 
-    def decode(self, batch: Batch, follow: bool, clock: Clock) -> Verified:
+    def decode(self, batch: Batch, follow: bool) -> Verified:
         trees = core.TreeBatch.from_parents([[-1]] * len(batch), [[r.tokens[-1]] for r in batch])
         plan = self.planner.decode(batch.seqs, batch.lens)
-        return self._verify(batch, trees, plan, range(len(batch)), follow, clock, ())
+        return self._verify(batch, trees, plan, range(len(batch)), follow, ())
 
-    def verify(self, batch: Batch, drafted: Drafted, follow: bool, clock: Clock) -> Verified:
+    def verify(self, batch: Batch, drafted: Drafted, follow: bool) -> Verified:
         trees, faults = cast(Watched, drafted).trees, cast(Watched, drafted).faults
         plan = self.planner.verify(batch.seqs, batch.lens, trees)
         starts = list(accumulate(trees.sizes, initial=0))
-        return self._verify(batch, trees, plan, starts, follow, clock, faults)
+        return self._verify(batch, trees, plan, starts, follow, faults)
 
     def _verify(
         self,
@@ -171,14 +176,15 @@ class HostExecutor:
         plan: core.Plan,
         starts: Sequence[int],
         follow: bool,
-        clock: Clock,
         faults: Sequence[tuple[core.NonFiniteError, int]],
     ) -> HostVerified:
         tokens = from_dlpack(trees.tokens)
         aux = self._features(follow, len(tokens))
-        logits = clock("target", len(tokens), self._logits, tokens, plan, aux, None)
+        started = time.perf_counter()
+        logits = self._logits(tokens, plan, aux, None)
+        seconds = time.perf_counter() - started
         accepts = core.verify(trees, logits, [r.sampler for r in batch], batch.lens)
-        return HostVerified(aux, starts, logits, trees, accepts, faults)
+        return HostVerified(aux, starts, logits, trees, accepts, faults, seconds)
 
     def commit(self, batch: Batch, lease: core.Lease, verified: Verified) -> None:
         moves = self.planner.commit(lease, batch.seqs, batch.lens, verified.accepts)
@@ -253,11 +259,11 @@ class HostDrafts:
             return [None] * len(entries.counts)
         return [non_finite("draft KV", part.flatten()) for part in torch.split(written, entries.counts)]
 
-    def extend(self, entries: Entries, clock: Clock) -> Sequence[object]:
+    def extend(self, entries: Entries) -> Sequence[object]:
         self._keep_lent()
         inputs = self._inputs(entries)
         rows = torch.tensor([end - 1 for end in accumulate(entries.counts)])
-        logits, hidden = clock("draft_extend", len(inputs[0]), self._extend, *inputs, rows)
+        logits, hidden = self._extend(*inputs, rows)
         # A hidden state depends on all draft KV before it. So if it is sound, all of that draft KV is sound.
         sound = math.isfinite(hidden.sum().item())
         found: list[object] = []
@@ -266,7 +272,7 @@ class HostDrafts:
             found.append(self._lend(r, logits[i], hidden[i]) if error is None else error)
         return found
 
-    def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None, clock: Clock) -> Drafted:
+    def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None) -> Drafted:
         beams, shape = self.beams, self._geometry.shape
         roots = [self._root(r) for r in batch]
         beams.start(_stack([root.logits for root in roots]))
@@ -284,13 +290,11 @@ class HostDrafts:
             tokens = from_dlpack(beams.tokens)
             # With one beam per request, each beam continues itself.
             inputs = hidden if shape.topk == 1 else hidden.index_select(0, from_dlpack(beams.parents).to(hidden.device))
-            logits, hidden = clock("draft_step", len(tokens), self._step, tokens, inputs, plan)
+            logits, hidden = self._step(tokens, inputs, plan)
             beams.advance(logits)
             steps += 1
         finish = partial(beams.finish, [r.tokens[-1] for r in batch], depths, [shape.draft_tokens] * len(batch))
         return HostDrafted(finish(), steps, faults, finish)
-
-    unites = False  # the host sees the head's drafts here, and merges them with others by claimed probabilities
 
     def unite(self, drafted: Drafted, trees: core.TreeBatch) -> Drafted | None:
         return None
@@ -315,7 +319,7 @@ class HostDrafts:
         tokens = torch.tensor([t for r, start, n in each for t in r.tokens[start + 1 : start + 1 + n]])
         plan = self._planner.extend(entries.seqs, entries.starts, entries.counts)
         plan = _begun(plan, entries.requests)
-        return tokens, gather(p for r, _, n in each for p in r.oldest(n)), plan
+        return tokens, gather(p for r, _, n in each for p in r.head.oldest(n)), plan
 
     def _lend(self, request: Request, logits: torch.Tensor, hidden: torch.Tensor) -> object:
         root = Root(logits, hidden)
@@ -323,19 +327,19 @@ class HostDrafts:
         return root
 
     def _root(self, request: Request) -> Root:
-        return request.root if isinstance(request.root, Root) else self._no_root
+        return request.head.root if isinstance(request.head.root, Root) else self._no_root
 
     def _keep_lent(self) -> None:
         """Copy the roots that requests still use. Call this before a pass of the head, which overwrites them."""
         for request, root in self._lent:
-            if request.root is root:
+            if request.head.root is root:
                 root.keep()
         self._lent.clear()
 
 
 def _begun(plan: core.Plan, requests: Sequence[Request]) -> core.Plan:
     """Return the head's plan, changed so that it reads no draft KV from before each request's ``draft_from``."""
-    starts = [r.draft_from for r in requests]
+    starts = [r.head.first for r in requests]
     return plan.attending_from(starts) if any(starts) else plan
 
 

@@ -100,6 +100,12 @@ class LaunchedRound:
             raise error
         return bucket
 
+    seconds = None  # a launch returns before its passes have run
+
+    @property
+    def cold(self) -> bool:
+        return self.bucket.cold
+
     @cached_property
     def starts(self) -> list[int]:
         """Each request's first row of the pass, and the end of the pass's rows."""
@@ -186,7 +192,7 @@ class LaunchedRound:
         return [(_bad_root(i, row), self._sound_until(i)) for i, row in zip(bad, scores, strict=True)]
 
     def _sound_until(self, request: int) -> int:
-        root = self.batch.requests[request].root
+        root = self.batch.requests[request].head.root
         return root.start if isinstance(root, DeviceRoot) else self.batch.lens[request]
 
     def features(self, request: int, rows: Sequence[int]) -> Features:

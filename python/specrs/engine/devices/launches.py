@@ -19,7 +19,7 @@ from specrs import _specrs as core
 from specrs._specrs import Plan
 from specrs.engine.devices.given import Given
 from specrs.engine.devices.memory import BucketMemory, Models
-from specrs.engine.drafting.ahead import most_nodes
+from specrs.engine.drafting.levels import most_nodes
 from specrs.models.cuda import DevicePlan
 from specrs.models.features import FeatureRows
 from specrs.operands import (

@@ -16,7 +16,7 @@ from specrs import _specrs as core
 from specrs._specrs import ConfigError, DeviceMemoryError, Geometry
 from specrs.engine.config import EngineConfig
 from specrs.engine.devices.memory import buckets
-from specrs.engine.drafting.ahead import drafted_levels, levels_for, tiers, unites
+from specrs.engine.drafting.levels import can_unite, drafted_levels, levels_for, tiers
 from specrs.models.config import HeadConfig, LayerConfig, ModelConfig
 from specrs.models.layer import LayerTail, WholeNormQkv
 from specrs.models.llama import ROPE_SLACK, LlamaModel
@@ -178,7 +178,7 @@ class Engine:
             given = 0  # rounds with host trees, which never loop: the host makes the next trees
             if c.sources:
                 room = {levels_for(shape, n) for n in tiers(shape.draft_tokens)}
-                both = len(drafted_levels(shape)) if head is not None and unites(shape) else 0
+                both = len(drafted_levels(shape)) if head is not None and can_unite(shape) else 0
                 given = len(room) * (1 + both)
             yield "captured rounds", len(buckets(b)) * 2 * (levels * each + given) * _CAPTURED  # greedy, and sampled
         words = 2 * b * g.row_pages + 16 * (c.prefill_chunk + b) + 4 * nodes * 28

@@ -48,11 +48,13 @@ class Account:
         engine: the bucket of all requests of its kind.
         request: its own.
         produced: tokens that both have earned for.
+        wakes: the number of the request's tokens from which on it may be able to pay for drafts.
     """
 
     engine: TokenBucket
     request: TokenBucket
-    produced: int = 0  # tokens that have been earned for
+    produced: int = 0
+    wakes: float = 0.0
     _begun: float = field(init=False)
 
     def __post_init__(self) -> None:

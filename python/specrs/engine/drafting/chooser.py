@@ -20,6 +20,7 @@ TAIL = 32
 (part ``tails`` of `benches/results/gate.json`)."""
 _RISK = 0.7  # of what a request may lose, what one round may
 _SETTLED_BY = 0.93  # of one round's time, what two must stay below: a source need not say the same again
+_LEARN = 0.05  # weight of a round
 _COOL = 0.8  # temperature up to which sampling is near to greedy
 
 
@@ -60,12 +61,32 @@ class Kind:
 
     def learn(self, scores: Sequence[float], accepted: int, gain: float) -> None:
         """Calibrate by a verified tree: its nodes' scores, the accepted ones, the round's rate over plain."""
-        self.gain += 0.05 * (min(gain, 8.0) - self.gain)
+        self.gain += _LEARN * (min(gain, 8.0) - self.gain)
         chances = [self.chance(s) for s in scores]
         slope = -sum(s * c for s, c in zip(scores, chances, strict=True))
         # A small step of Newton's method towards a temper whose chances sum to what was accepted.
         step = (sum(chances) - accepted) / max(slope, 0.5)
         self.temper = min(max(self.temper + 0.02 * min(max(step, -1.0), 1.0), 0.2), 2.0)
+
+    def reached(self, accepted: int, levels: int) -> None:
+        """Learn from a path of so many accepted drafts, in a tree of so many levels."""
+        for level in range(min(levels, accepted + 1)):
+            self.levels[level] += _LEARN * ((accepted > level) - self.levels[level])
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one of those who drafted has in a request's tree.
+
+    Attributes:
+        scores: cumulative log-probabilities that it gave its nodes, best first.
+        accepted: number of its accepted drafts.
+        others: number of accepted drafts of the others, where a device has united both.
+    """
+
+    scores: list[float]
+    accepted: int
+    others: int = 0
 
 
 def by_temperature(temperature: float) -> int:
@@ -183,6 +204,11 @@ class TreePolicy:
             if rooms[richest[n - 1]] >= self.least_loss(len(rooms), n):
                 return [i in richest[:n] for i in range(len(rooms))]
         return [False] * len(rooms)
+
+    def short(self, rooms: Sequence[float]) -> float:
+        """Plain rounds that are missing until some requests of a batch can draft (`drafting`), which cannot now."""
+        richest, size = sorted(rooms, reverse=True), len(rooms)
+        return min(self.least_loss(size, n) - room for n, room in enumerate(richest, 1))
 
     def limit(self, batch: int, rooms: Sequence[float]) -> float:
         """Seconds that a round may take: none of those who draft risks more than a part of what it may lose, so that

@@ -1,11 +1,7 @@
-"""What passes cost on this machine: measured tables that follow the machine and keep their order.
+"""What rounds cost: passes as they were measured when the engine was made, and what rounds take beside them.
 
-Two things change while an engine runs. The machine as a whole slows or recovers: every pass sees it, so one `Pace`
-is shared by all tables, and a table that is not observed for a while moves with the others. And passes of different
-sizes change by different factors (longer contexts, a neighbour that takes the memory's bandwidth): each table's
-entries take smaller steps of their own. Both are steps of a running median, so that a stalled pass moves nothing
-far. More rows never cost less: a step that would say so takes the neighbouring entries along. An entry that is not
-observed returns slowly to the shape that was calibrated, so that a guess made in its absence does not stay.
+Two things change while an engine runs. The machine slows or recovers, which every pass sees alike: the `Pace`. And a
+round takes time beside its passes, another one for each kind of round: running means (`Overheads`).
 """
 
 from __future__ import annotations
@@ -14,12 +10,10 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-_STEP = 1.015  # of a running median
-_SHAPE_STEP = 1.004
-_MEAN = 0.05  # weight of what is seen, in a running mean
-_YOUNG = 8  # seen, of a mean that whatever is seen may move
+_STEP = 1.015  # of the pace, at each pass: a running median, which a stalled pass does not move far
+_MEAN = 0.05  # weight of a round in a running mean
+_YOUNG = 8  # rounds that move a mean as far as they say; a later one that stalled moves it no further than others
 _LEAST_STEP = 1e-4  # seconds
-_RETURN = 0.01  # of an entry's distance to its calibrated value, at each observation
 
 
 @dataclass
@@ -30,7 +24,7 @@ class Pace:
 
 
 class PassCost:
-    """Seconds of a model pass by its number of rows: a measured table, interpolated, that follows what is seen.
+    """Seconds of a model pass by its number of rows: a measured table, interpolated, at the machine's pace.
 
     Args:
         rows: ascending row counts.
@@ -41,70 +35,45 @@ class PassCost:
     def __init__(self, rows: Sequence[int], seconds: Sequence[float], pace: Pace | None = None) -> None:
         self.rows = list(rows)
         self.pace = Pace() if pace is None else pace
-        self._shape: list[float] = []
+        self._measured: list[float] = []
         for s in seconds:
-            self._shape.append(max(s, self._shape[-1]) if self._shape else s)
-        self._calibrated = list(self._shape)
-        self._known: dict[int, float] = {}  # of the present shape, what was asked for
-
-    @property
-    def seconds(self) -> list[float]:
-        """The table at the machine's present pace."""
-        return [s * self.pace.factor for s in self._shape]
+            self._measured.append(max(s, self._measured[-1]) if self._measured else s)
+        self._known: dict[int, float] = {}  # what was asked for, at the pace of calibration
 
     @property
     def table(self) -> tuple[list[int], list[float], float]:
         """Row counts, seconds of a pass of each, and the pace that they are multiplied by: as `DraftNodes` takes it."""
-        return self.rows, self._shape, self.pace.factor
+        return self.rows, self._measured, self.pace.factor
 
     def at(self, rows: int) -> float:
         """Predicted seconds of a pass over ``rows`` rows; beyond the table by its last slope."""
         known = self._known.get(rows)
         if known is None:
-            known = self._known[rows] = self._shape_at(rows)
+            known = self._known[rows] = self._measured_at(rows)
         return known * self.pace.factor
 
-    def _shape_at(self, rows: int) -> float:
+    def _measured_at(self, rows: int) -> float:
         if rows <= 0:
             return 0.0
-        shape, table = self._shape, self.rows
+        seconds, table = self._measured, self.rows
         if rows <= table[0] or len(table) == 1:
-            return shape[0]
+            return seconds[0]
         i = min(bisect.bisect_left(table, rows), len(table) - 1)
-        slope = (shape[i] - shape[i - 1]) / (table[i] - table[i - 1])
-        return shape[i - 1] + slope * (rows - table[i - 1])
+        slope = (seconds[i] - seconds[i - 1]) / (table[i] - table[i - 1])
+        return seconds[i - 1] + slope * (rows - table[i - 1])
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Move the pace, and the entries about ``rows``, a step towards what was seen."""
-        slower = seconds > self.at(rows)
-        self.pace.factor *= _STEP if slower else 1 / _STEP
-        self._known.clear()
-        shape, table = self._shape, self.rows
-        i = min(bisect.bisect_left(table, rows), len(table) - 1)
-        share = 1.0  # of the upper one of the two entries
-        if i > 0 and rows < table[i]:
-            share = (rows - table[i - 1]) / (table[i] - table[i - 1])
-        step = _SHAPE_STEP if slower else 1 / _SHAPE_STEP
-        for j, calibrated in enumerate(self._calibrated):
-            if j == i:
-                shape[j] *= step**share
-            elif j == i - 1:
-                shape[j] *= step ** (1.0 - share)
-            else:
-                shape[j] += _RETURN * (calibrated - shape[j])
-        for j in range(1, len(shape)):  # in the direction of the step, more rows cost no less
-            if slower:
-                shape[j] = max(shape[j], shape[j - 1])
-            else:
-                shape[-j - 1] = min(shape[-j - 1], shape[-j])
+        """A pass over so many rows took so long: the pace moves a step towards it."""
+        self.pace.factor *= _STEP if seconds > self.at(rows) else 1 / _STEP
 
 
-# "Rows" of the table of overheads. Of a device alone: rounds of the host's trees, and plain ones that the head follows.
-PLAIN, SPECULATIVE, HOSTED, FOLLOWED = 1, 2, 3, 4
+# Kinds of rounds: without drafts, with the head's, with the host's trees alone, and without drafts where the head
+# follows a request and the device cannot run ahead.
+PLAIN, SPECULATIVE, HOSTED, FOLLOWED = range(4)
 
 
-class Overheads(PassCost):
-    """What a device's rounds of each kind take beside their passes: running means.
+class Overheads:
+    """What rounds of each kind take beside their passes, in seconds: running means.
 
     One is negative where rounds overlap more than they did as passes were measured.
 
@@ -113,24 +82,27 @@ class Overheads(PassCost):
     """
 
     def __init__(self, seconds: Sequence[float]) -> None:
-        super().__init__(range(PLAIN, PLAIN + len(seconds)), [0.0] * len(seconds))
-        self._shape, self._seen = list(seconds), [0] * len(seconds)
+        self._mean, self._seen = list(seconds), [0] * len(seconds)
 
-    def at(self, rows: int) -> float:
-        return self._shape[rows - PLAIN]
+    def __contains__(self, kind: int) -> bool:
+        return kind < len(self._mean)
 
-    def observe(self, rows: int, seconds: float) -> None:
-        i = rows - PLAIN
-        self._seen[i] += 1
-        more = seconds - self._shape[i]
-        if self._seen[i] > _YOUNG:  # one that stalled moves it no further than others
-            most = max(abs(self._shape[i]) / 2, _LEAST_STEP)
+    def at(self, kind: int) -> float:
+        """Predicted seconds."""
+        return self._mean[kind]
+
+    def observe(self, kind: int, seconds: float) -> None:
+        """A round took so many."""
+        self._seen[kind] += 1
+        more = seconds - self._mean[kind]
+        if self._seen[kind] > _YOUNG:
+            most = max(abs(self._mean[kind]) / 2, _LEAST_STEP)
             more = min(max(more, -most), most)
-        self._shape[i] += max(1 / (self._seen[i] + 1), _MEAN) * more
+        self._mean[kind] += max(1 / (self._seen[kind] + 1), _MEAN) * more
 
 
-def _overheads() -> PassCost:
-    return PassCost([PLAIN, SPECULATIVE], [1e-4, 3e-4])
+def _host_overheads() -> Overheads:
+    return Overheads([1e-4, 3e-4, 3e-4])
 
 
 @dataclass(frozen=True)
@@ -140,7 +112,7 @@ class Costs:
     target: PassCost
     draft_step: PassCost
     draft_extend: PassCost
-    overhead: PassCost = field(default_factory=_overheads)
+    overhead: Overheads = field(default_factory=_host_overheads)
 
     def plain(self, batch: int) -> float:
         """Seconds of a round of plain decoding."""
@@ -150,7 +122,7 @@ class Costs:
         """Seconds that a plain round takes longer where the head follows a request. On a host its features lie where
         they are. A device's plain rounds run behind one another, and these do not: features lie where the next round's
         will, and the host saves them in between."""
-        if not isinstance(self.overhead, Overheads):
+        if FOLLOWED not in self.overhead:
             return 0.0
         return max(self.overhead.at(FOLLOWED) - self.overhead.at(PLAIN), 0.0)
 
@@ -158,3 +130,14 @@ class Costs:
         """Seconds of a round's drafting: ``steps`` passes over ``beams`` rows in all, and the draft_extend."""
         passes = steps * self.draft_step.at(beams) + self.draft_extend.at(2 * batch)
         return passes + self.overhead.at(SPECULATIVE)
+
+    def observe(self, kind: int, batch: int, passes: float, seconds: float) -> None:
+        """A round of a kind took so long, of which its passes are modelled to take ``passes``.
+
+        Rounds that run behind each other take less than one by itself, or more where the host is slower than the
+        device: both must be known to compare them.
+        """
+        self.overhead.observe(kind, min(max(seconds - passes, -passes / 2), 2 * passes))
+        if kind != PLAIN and seconds < self.plain(batch):  # a plain round does nothing that this one does not
+            plain = self.target.at(batch)
+            self.overhead.observe(PLAIN, max(seconds - plain, -plain / 2))

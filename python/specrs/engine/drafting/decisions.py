@@ -1,135 +1,297 @@
-"""A round's drafts: decided before it (`RoundPlan`), judged after it (`RoundOutcome`).
+"""Decides which requests of a round draft and how far, and learns from what came of it.
 
-`Drafting` has the two that decide: `speculation` for the head, whose passes cost time, and `gathering` for other
-sources, whose trees the host makes.
+Nothing decided here can change a token.
 """
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
+from torch.utils.dlpack import from_dlpack
+
+from specrs._specrs import DraftBeams, TreeBatch, TreeShape
 from specrs.engine.drafting import trees as united
-from specrs.engine.drafting.gathering import Gathering, HostTrees, Proposals
-from specrs.engine.drafting.speculation import AdaptiveTree, GivenTree
-from specrs.engine.drafting.trees import VerifiedTrees
-from specrs.engine.request.batch import Batch, Passed
+from specrs.engine.drafting.budget import RATE, Account
+from specrs.engine.drafting.chooser import Share, TreePolicy, nodes_of
+from specrs.engine.drafting.costs import FOLLOWED, HOSTED, PLAIN, SPECULATIVE
+from specrs.engine.drafting.gathering import Gathering, Proposals
+from specrs.engine.drafting.levels import best_levels, can_unite, most_nodes, tiers, united_levels
+from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
+from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
 
-
-@dataclass(eq=False)
-class RoundPlan:
-    """Whose drafts a round verifies. Rounds that a device launches behind one another share a plan.
-
-    Attributes:
-        batch: requests of the round.
-        head: which of them the head drafts for; ``None`` in a round without it.
-        proposals: of other sources; ``None`` without any.
-        trees: made by the host and verified as they are; ``None`` where there are none. The next round waits for this
-            one's tokens then, and with `beside_head`.
-        beside_head: made by the host, where the device makes one tree of each and the head's.
-        steps: draft steps of the head.
-        asked: when the host turned to it, on the performance counter.
-        began: when it was launched.
-    """
-
-    batch: Batch
-    head: list[bool] | None = None
-    proposals: Proposals | None = None
-    trees: HostTrees | None = None
-    beside_head: HostTrees | None = None
-    steps: int = 0
-    asked: float = field(default_factory=time.perf_counter)
-    began: float = 0.0
-
-    @property
-    def drafts(self) -> bool:
-        """Whether the round verifies any."""
-        return self.head is not None or self.trees is not None
-
-    @property
-    def needs_tokens(self) -> bool:
-        """Whether the next round's drafts need this one's tokens, so that it cannot be launched before."""
-        return self.trees is not None or self.beside_head is not None
-
-    def positions(self, of_head: int) -> list[int]:
-        """Positions behind the committed ones that each request's part of the round writes; ``of_head`` with the
-        head."""
-        if self.head is not None:
-            return [of_head] * len(self.batch)
-        return [1] * len(self.batch) if self.trees is None else [len(tree) for tree in self.trees.drafts]
-
-
-@dataclass(frozen=True)
-class RoundOutcome:
-    """What a round gave.
-
-    Attributes:
-        plan: of the round.
-        rows: of the plan's batch, those that it tells of; others have ended meanwhile.
-        batch: their requests.
-        passed: what each of them got.
-        verified: their trees, and what of these was accepted.
-    """
-
-    plan: RoundPlan
-    rows: Sequence[int]
-    batch: Batch
-    passed: Sequence[Passed]
-    verified: VerifiedTrees
-
-    @property
-    def head(self) -> list[bool] | None:
-        """For which of these requests the head drafted."""
-        return None if self.plan.head is None else [self.plan.head[row] for row in self.rows]
+_LEARN = 0.05
+_ADDS = 0.5  # of other sources' drafts that are accepted, how many the head is taken not to have, before any was tried
+_FORGETS = 5e-4  # of what was learnt of that, how much each round without both takes back, so that both are tried again
 
 
 class Drafting:
     """Decides who drafts, and learns from what came of it.
 
+    Without a policy every request that the head follows drafts, and every node is verified.
+
     Attributes:
-        speculation: whether and how far the head drafts.
-        gathering: drafts of other sources; ``None`` without any.
+        policy: what the cost model makes of measured passes; ``None``: no cost model decides.
+        gathering: drafts of other sources than the head; ``None`` without any.
+        launched: whether a device launches all passes of a round together. Then trees are decided before it, by levels;
+            else step by step, by the scores of the drafts so far.
         unites: whether the device makes one tree of the head's drafts and other ones.
     """
 
-    def __init__(self, has_head: bool, gathering: Gathering | None, unites: bool) -> None:
-        self.speculation: GivenTree = GivenTree()
-        self.gathering, self.unites = gathering, unites
-        self._has_head = has_head
+    def __init__(
+        self, shape: TreeShape, page: int, has_head: bool, gathering: Gathering | None, launched: bool
+    ) -> None:
+        self.policy: TreePolicy | None = None
+        self.gathering, self.launched = gathering, launched
+        self.unites = has_head and launched and can_unite(shape)
+        self._shape, self._page, self._has_head = shape, page, has_head
+        self._accounts: dict[int, Account] = {}  # by request, from its first admission to its end
+        self._again: dict[int, int] = {}  # by request, positions of its prefill that only the head needs
+        self._batch = 1  # of the last round
+        self._adds = _ADDS
 
-    def price(self, speculation: AdaptiveTree) -> None:
+    def price(self, policy: TreePolicy) -> None:
         """From now on a cost model decides."""
-        self.speculation = speculation
+        self.policy = policy
         if self.gathering is not None:
-            self.gathering.price(speculation.policy.costs, speculation.account)
+            self.gathering.price(policy.costs, self.account)
+
+    # -- of a request -------------------------------------------------------------------------------------------
+
+    @property
+    def tail(self) -> int | None:
+        """As `TreePolicy.tail`."""
+        return None if self.policy is None else self.policy.tail
+
+    def begins(self, request: Request) -> int:
+        """First position that the head reads of a request where it begins now, a multiple of the page size."""
+        return 0 if self.tail is None else max(request.committed - self.tail, 0) // self._page * self._page
+
+    def account(self, request: Request) -> Account:
+        """What drafts may lose a request, whoever makes them."""
+        account = self._accounts.get(request.request_id)
+        if account is None:
+            assert self.policy is not None
+            prompt = request.prefill_target - request.committed
+            account = self.policy.account(request.params.temperature, prompt, self._batch, request.remaining)
+            self._accounts[request.request_id] = account
+        return account
+
+    def follows(self, request: Request) -> bool:
+        """Whether the head follows a request that was just admitted, perhaps not for the first time.
+
+        Its ``committed`` positions came from the prefix cache, with draft KV of the first ``draft_shared``.
+        """
+        if self.policy is None:
+            return True
+        account = self.account(request)
+        account.wakes = 0.0
+        again = request.committed - request.head.shared
+        entries = request.prefill_target - request.head.shared
+        follows = self.policy.follows(account, self._batch, request.remaining, entries, again)
+        if follows:
+            self._again[request.request_id] = again
+        return follows
+
+    def prefilled(self, batch: Batch, counts: Sequence[int]) -> None:
+        """Pay for the draft KV of a chunk of prefill, of so many positions of each request."""
+        if (policy := self.policy) is None:
+            return
+        for r, n in zip(batch, counts, strict=True):
+            price = 0.0
+            if r.head.followed and policy.tail is not None:
+                price = policy.waiting(r.head.end - r.head.first, self._batch) if r.ready else 0.0
+            elif r.head.followed:
+                left = self._again.pop(r.request_id, 0)
+                again = min(left, n)
+                self._again[r.request_id] = left - again
+                price = policy.waiting(n, self._batch) + policy.prefilling(again, self._batch)
+            self.account(r).engine.pay(price / self._batch)  # at once, for all tokens that may come
+
+    def catches_up(self, request: Request, batch: int) -> bool:
+        """Pay for the draft KV of features that have waited for long, in a batch of so many requests; False if the
+        request cannot."""
+        if self.policy is None:
+            return True
+        account, price = self.account(request), self.policy.waiting(request.head.lag - 1, batch)
+        if account.room(request.produced, batch) < price:
+            return False
+        account.pay(price, batch)
+        return True
+
+    def completes(self, request: Request) -> bool:
+        """Pay for the last draft KV of a request that has ended, for a later one that goes on from there; False if
+        its drafts have not won that much."""
+        if self.policy is None:
+            return False
+        account, costs = self.account(request), self.policy.costs
+        price = costs.draft_extend.at(request.head.lag) / costs.plain(self._batch) * self._batch
+        if account.won < price:
+            return False
+        account.pay(price, self._batch)
+        return True
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
-        self.speculation.forget(request)
+        account = self._accounts.pop(request.request_id, None)
+        self._again.pop(request.request_id, None)
+        if account is not None:
+            account.room(request.produced, self._batch)
         if self.gathering is not None:
             self.gathering.forget(request)
 
+    # -- before a round -----------------------------------------------------------------------------------------
+
     def plan(self, batch: Batch) -> RoundPlan:
-        """Whose drafts the next round of a batch verifies."""
-        plan, speculation = RoundPlan(batch), self.speculation
-        if self.gathering is not None:
-            plan.proposals = self.gathering.ask(batch)
-        if self._has_head and speculation.awake(batch):
-            asked = speculation.drafting(batch)
-            head = [d and r.draws.room > 1 for r, d in zip(batch, asked, strict=True)]
+        """Decide whose drafts the next round of a batch verifies."""
+        proposals = None if self.gathering is None else self.gathering.ask(batch)
+        plan = RoundPlan(batch, proposals)
+        if self._has_head and self._awake(batch):
+            head = [d and r.draws.room > 1 for r, d in zip(batch, self._able(batch), strict=True)]
             plan.head = head if any(head) else None
-        proposals = plan.proposals
         if self.gathering is not None and proposals is not None and proposals.pays:
-            if plan.head is not None and speculation.prefers_others(batch, plan.head, proposals):
+            if plan.head is not None and self._prefers_others(batch, plan.head, proposals):
                 plan.head = None
             if plan.head is None:
                 plan.trees = self.gathering.trees_of(proposals)
+        if plan.head is not None and self.policy is not None:
+            self._resume(plan, self.policy)
+            plan.limit = self._limit(batch, plan.head, self.policy)
+            if self.launched:
+                plan.levels = self._best(batch, plan.head, self.policy)[0]
         return plan
 
-    def tempts(self, batch: Batch, rows: Sequence[int], plan: RoundPlan, spare: float) -> bool:
-        """Whether other sources know better than rounds that run, so that these are let run out.
+    def _awake(self, batch: Batch) -> bool:
+        """Whether any request may draft in the next round. Where one may, all are asked: what one alone cannot pay,
+        several may."""
+        for r in batch.requests:
+            if r.head.followed and r.max_depth > 0:
+                account = self._accounts.get(r.request_id)
+                if account is None or len(r.tokens) >= account.wakes:
+                    return True
+        return False
+
+    def _able(self, batch: Batch) -> list[bool]:
+        """Which requests can pay for drafts of the head."""
+        if (policy := self.policy) is None:
+            return [r.head.followed for r in batch]
+        rooms = [self._room(r, len(batch), policy) if r.head.followed else -math.inf for r in batch]
+        able = policy.drafting(rooms)
+        if any(able):
+            return able
+        for r, room in zip(batch, rooms, strict=True):  # too few can pay for a round of all
+            if r.head.followed and policy.following(len(batch)) > RATE:
+                r.give_up_drafts(r.head.end)  # and nobody waits for more
+            elif room > -math.inf:
+                self.account(r).wakes = len(r.tokens) + policy.short(rooms) / RATE
+        return able
+
+    def _room(self, r: Request, batch: int, policy: TreePolicy) -> float:
+        """What a request may lose to a round with drafts; one that will not pay for any again gives them up."""
+        account, lag = self.account(r), self._lag(r)
+        wait = policy.wait(account, batch, r.produced, lag)
+        if wait == 0.0:
+            resuming = policy.resuming(lag, batch)
+            return account.room(r.produced, batch, resuming + policy.least_loss(batch, batch)) - resuming
+        if wait >= r.remaining / 2 or policy.following(batch) > RATE:
+            r.give_up_drafts(r.head.end)
+        account.wakes = len(r.tokens) + wait
+        return -math.inf
+
+    def _lag(self, r: Request) -> int | None:
+        """Features that the head has to run over before the request can draft; ``None`` where it drafted just now."""
+        return None if r.head.root is not None else min(r.head.lag, r.committed - self.begins(r))
+
+    def _resume(self, plan: RoundPlan, policy: TreePolicy) -> None:
+        """Pay for what the head has to run over before the round."""
+        size = len(plan.batch)
+        for r in plan.drafting:
+            if r.head.root is None:
+                lag = self._lag(r)
+                self.account(r).pay(policy.resuming(lag, size), size)
+                plan.prepaid += policy.costs.plain(1) * policy.resuming(lag, 1)
+
+    def _limit(self, batch: Batch, head: Sequence[bool], policy: TreePolicy) -> float:
+        size = len(batch)
+        rooms = [self.account(r).room(r.produced, size) for r, drafts in zip(batch, head, strict=True) if drafts]
+        return policy.limit(size, rooms)
+
+    def _best(self, batch: Batch, head: Sequence[bool], policy: TreePolicy) -> tuple[int, float, float]:
+        """As `best_levels`, of a batch."""
+        kinds = [policy.kind(r.params.temperature) for r, drafts in zip(batch, head, strict=True) if drafts]
+        return best_levels(self._shape, policy.costs, kinds, len(batch), self._limit(batch, head, policy))
+
+    def _prefers_others(self, batch: Batch, head: Sequence[bool], others: Proposals) -> bool:
+        """Whether tokens come faster by the drafts of other sources without the head's passes."""
+        if (policy := self.policy) is None or not others.pays:
+            return False
+        gains = [policy.kind(r.params.temperature).gain for r, drafts in zip(batch, head, strict=True) if drafts]
+        rate = sum(gains) / len(gains) * len(batch) / policy.costs.plain(len(batch))
+        if others.rate <= rate:
+            return False
+        return not self.launched or others.rate > self._united_rates(batch, head, others, policy)[1]
+
+    def joins_others(self, batch: Batch, head: Sequence[bool], others: Proposals) -> bool:
+        """Whether tokens come faster by the head's drafts with those of other sources than by the head's alone, in
+        rounds whose trees the device makes."""
+        if self.policy is None:
+            return True
+        if not others.pays:
+            return False
+        alone, both = self._united_rates(batch, head, others, self.policy)
+        return both > alone
+
+    def _united_rates(
+        self, batch: Batch, head: Sequence[bool], others: Proposals, policy: TreePolicy
+    ) -> tuple[float, float]:
+        """Tokens a second that the head's drafts are expected to yield, alone and united with those of others."""
+        costs, size, shape = policy.costs, len(batch), self._shape
+        levels, tokens, seconds = self._best(batch, head, policy)
+        most = min(others.most, shape.draft_tokens)
+        rows = most_nodes(shape, united_levels(shape, levels, most))
+        more = others.rate * (costs.overhead.at(HOSTED) + costs.target.at(size * most)) - size
+        # The host has to look at such a round before the next.
+        longer = costs.overhead.at(HOSTED) + costs.target.at(size * rows)
+        longer -= costs.target.at(size * most_nodes(shape, levels))
+        return tokens / seconds, (tokens + self._adds * max(more, 0.0)) / (seconds + longer)
+
+    # -- during a round -----------------------------------------------------------------------------------------
+
+    def deepen(self, plan: RoundPlan, beams: DraftBeams, depths: Sequence[int], levels: int) -> bool:
+        """Whether another draft step pays."""
+        if (policy := self.policy) is None:
+            return True
+        each = zip(plan.batch, beams.scores(), depths, strict=True)
+        live = [(policy.kind(r.params.temperature), scores) for r, scores, depth in each if depth > levels]
+        return policy.deepen(len(plan.batch), levels, live, plan.limit)
+
+    def least_score(self, plan: RoundPlan, trees: TreeBatch, steps: int) -> float | None:
+        """Cumulative log-probability from which on to verify nodes that ``steps`` draft steps gave; ``None``: all."""
+        if (policy := self.policy) is None:
+            return None
+        each, size = zip(plan.batch, _draft_scores(trees), strict=True), len(plan.batch)
+        nodes = [(s, policy.kind(r.params.temperature)) for r, some in each for s in some]
+        drafting = policy.costs.drafting(size, size * self._shape.topk, steps)
+        choice = policy.choose(size, nodes_of(nodes), drafting, plan.limit)
+        return choice.min_score if choice.nodes < len(nodes) else None
+
+    # -- rounds ahead of the host -------------------------------------------------------------------------------
+
+    def stays(self, plan: RoundPlan, batch: Batch) -> bool:
+        """Whether a round right behind the present one, of which nothing is known yet, would be planned like it."""
+        if (policy := self.policy) is None:
+            return True
+        if plan.head is None:
+            return not self._has_head or not self._awake(batch)
+        size, drew = len(batch), [r for r, drafts in zip(batch, plan.head, strict=False) if drafts]
+        least = policy.least_loss(size, max(len(drew), 1))
+        if any(self.account(r).room(r.produced, size) < least for r in drew):
+            return False
+        return self._best(batch, plan.head, policy)[0] == plan.levels
+
+    def others_know_better(self, batch: Batch, rows: Sequence[int], plan: RoundPlan, spare: float) -> bool:
+        """Whether other sources know better than the rounds in flight, so that these are let run out.
 
         Args:
             batch: requests that go on, at these rows of the plan's batch.
@@ -137,46 +299,140 @@ class Drafting:
         """
         if self.gathering is None or not len(batch):
             return False
-        proposals, speculation = self.gathering.ask(batch, spare=spare), self.speculation
+        proposals = self.gathering.ask(batch, spare=spare)
         if proposals is None or not proposals.pays:
             return False
-        if plan.head is None or speculation.merges:
+        if plan.head is None or self.policy is None:
             return True
         head = [plan.head[row] for row in rows]
         if not any(head):
             return False
-        if speculation.prefers_others(batch, head, proposals):
+        if self._prefers_others(batch, head, proposals):
             return True
-        return self.unites and speculation.unites(batch, head, proposals)
+        return self.unites and self.joins_others(batch, head, proposals)
+
+    # -- after a round ------------------------------------------------------------------------------------------
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a round, and settle what it cost."""
-        plan, head, passed, verified = outcome.plan, outcome.head, outcome.passed, outcome.verified
-        speculation, gathering = self.speculation, self.gathering
+        plan, passed = outcome.plan, outcome.passed
+        if self.gathering is not None:
+            self.gathering.watch([p.request for p in passed], outcome.verified)
+        sizes = [1] * len(passed)
         if plan.drafts:
-            trees = verified.trees.sizes if plan.trees is None else [plan.trees.trees.sizes[i] for i in outcome.rows]
-            for p, nodes in zip(passed, trees, strict=True):
-                p.request.proposed += nodes - 1
-                p.request.drafting_rounds += nodes > 1
-        if gathering is None or not plan.needs_tokens:
-            if head is None:
-                speculation.plain_round(outcome.batch)
-            else:
-                speculation.spec_round(passed, lambda: verified.trees, head, plan.steps)
-            return
-        if (hosted := plan.beside_head) is not None and head is not None:
-            heads, hosts = united.shares(verified, passed, [hosted.drafts[row] for row in outcome.rows])
-            speculation.spec_round(passed, lambda: verified.trees, head, plan.steps, heads)
-            gathering.observe(passed, outcome.rows, hosted, self._took(plan), [s.accepted for s in heads], hosts)
-        elif (hosted := plan.trees) is not None:
-            trees_of = hosted.trees
-            shares = None
-            if head is not None:
-                shares = [gathering.share(hosted.head[row], p) for row, p in zip(outcome.rows, passed, strict=True)]
-            speculation.spec_round(passed, lambda: trees_of, head or [], plan.steps, shares)
-            won = None if shares is None else [share.accepted for share in shares]
-            gathering.observe(passed, outcome.rows, hosted, self._took(plan), won)
+            made = plan.trees is not None and not plan.united
+            sizes = [len(plan.trees.drafts[i]) for i in outcome.rows] if made else outcome.verified.trees.sizes  # type: ignore[union-attr]
+        for p, nodes in zip(passed, sizes, strict=True):
+            p.request.proposed += nodes - 1
+            p.request.drafting_rounds += nodes > 1
+        heads = self._observe_sources(outcome)
+        if self.policy is not None:
+            self._observe_costs(outcome, self.policy)
+            if not any(p.request.error is not None for p in passed):  # a walk cut short says nothing of drafts
+                self._observe_head(outcome, self.policy, heads)
+        self._batch = len(passed)
 
-    def _took(self, plan: RoundPlan) -> float | None:
-        """Seconds of its round; ``None`` where these say nothing of others like it."""
-        return None if self.speculation.cold else time.perf_counter() - plan.began
+    def _observe_sources(self, outcome: RoundOutcome) -> list[Share] | None:
+        """Tell the other sources, if they drafted. Returns the head's part of each tree, where it drafted too."""
+        plan, passed, rows, gathering = outcome.plan, outcome.passed, outcome.rows, self.gathering
+        hosted = plan.trees
+        if hosted is None or gathering is None:
+            return None
+        seconds = None if outcome.verified.cold else outcome.seconds
+        if plan.united:
+            heads, hosts = united.shares(outcome.verified, passed, [hosted.drafts[row] for row in rows])
+            gathering.observe(passed, rows, hosted, seconds, [share.accepted for share in heads], hosts)
+            return heads
+        if plan.head is None:
+            gathering.observe(passed, rows, hosted, seconds, None)
+            return None
+        heads = [gathering.share(hosted.head[row], p) for row, p in zip(rows, passed, strict=True)]
+        gathering.observe(passed, rows, hosted, seconds, [share.accepted for share in heads])
+        return heads
+
+    def _observe_costs(self, outcome: RoundOutcome, policy: TreePolicy) -> None:
+        """Learn what such rounds take, and let plain ones pay for the features that they keep."""
+        plan, costs, size = outcome.plan, policy.costs, len(outcome.passed)
+        followed: list[Request] = []
+        if not plan.drafts and FOLLOWED in costs.overhead:
+            followed = [p.request for p in outcome.passed if p.request.head.followed]
+        for r in followed:  # all wait for their features
+            self.account(r).pay(policy.following(size) * size / len(followed), size)
+        if outcome.verified.cold:
+            return
+        if (seconds := outcome.verified.seconds) is not None:
+            costs.target.observe(sum(outcome.verified.trees.sizes), seconds)
+        if not plan.drafts:
+            kind, passes = FOLLOWED if followed else PLAIN, costs.target.at(size)
+        elif plan.head is None:
+            kind, passes = HOSTED, costs.target.at(self._rows(outcome))
+        elif plan.trees is None and any(outcome.head) and not self._entering(outcome):
+            kind, passes = SPECULATIVE, self._passes(outcome, policy) - costs.overhead.at(SPECULATIVE)
+        else:
+            return  # a round of both, or one with the prompts of new requests in it, is like no other
+        costs.observe(kind, size, passes, outcome.seconds - plan.prepaid)
+
+    def _rows(self, outcome: RoundOutcome) -> int:
+        """Rows of the target's pass over drafts."""
+        plan, size = outcome.plan, len(outcome.passed)
+        if plan.trees is None or plan.united:
+            return sum(outcome.verified.trees.sizes)
+        sizes = [len(tree) for tree in plan.trees.drafts]
+        if not self.launched:
+            return sum(sizes)
+        return size * next(n for n in tiers(self._shape.draft_tokens) if n >= max(sizes))
+
+    def _passes(self, outcome: RoundOutcome, policy: TreePolicy) -> float:
+        """Seconds that a round of the head's drafts is modelled to take."""
+        costs, size = policy.costs, len(outcome.passed)
+        return costs.drafting(size, size * self._shape.topk, outcome.plan.steps) + costs.target.at(self._rows(outcome))
+
+    def _entering(self, outcome: RoundOutcome) -> bool:
+        """Whether some request drafted for the first time. A device still runs over its prompt in that round."""
+        each = zip(outcome.passed, outcome.head, strict=True)
+        return any(drafts and p.request.drafting_rounds < 2 for p, drafts in each)
+
+    def _observe_head(self, outcome: RoundOutcome, policy: TreePolicy, shares: list[Share] | None) -> None:
+        """Calibrate the head by what was accepted of its drafts, and settle what these have won or lost."""
+        plan, passed, head, size = outcome.plan, outcome.passed, outcome.head, len(outcome.passed)
+        prepaid, plan.prepaid = plan.prepaid, 0.0  # before this round, not before those behind it
+        if not any(head):
+            return
+        if shares is None:
+            each = zip(_draft_scores(outcome.verified.trees), passed, strict=True)
+            shares = [Share(scores, len(p.tokens) - 1) for scores, p in each]
+            self._adds += _FORGETS * (_ADDS - self._adds)
+        modelled, drawn = self._passes(outcome, policy), sum(len(p.tokens) for p in passed)
+        cost = modelled / policy.costs.plain(size)  # in rounds of plain decoding
+        took = min(max(outcome.seconds - prepaid, modelled / 2), 2 * modelled)
+        if outcome.verified.cold or (size > 1 and self._entering(outcome)):
+            took = modelled  # others must not pay for a graph that was made, or for a prompt
+        drew = [(p, share) for p, share, drafts in zip(passed, shares, head, strict=True) if drafts]
+        for p, share in drew:
+            self._learn(p.request, share, len(p.tokens) - 1, drawn / size / cost, plan.steps + 1, policy)
+        wins = [min(p.kept - 1, share.accepted) for p, share in drew]  # what came after a stop won nothing
+        verify = sum(len(share.scores) > 0 for _, share in drew)
+        for (p, _), won in zip(drew, policy.won(size, verify, took, wins), strict=True):
+            self.account(p.request).pay(-won, size)
+
+    def _learn(
+        self, r: Request, share: Share, accepted: int, gain: float, levels: int, policy: TreePolicy
+    ) -> None:  # fmt: skip
+        """Learn from the head's part of a request's tree, of whose drafts so many were accepted."""
+        kind = policy.kind(r.params.temperature)
+        kind.learn(share.scores, share.accepted, gain)
+        if share.others:
+            added = max(accepted - share.accepted, 0)
+            self._adds += _LEARN * (min(added / share.others, 1.0) - self._adds)
+        if self.launched and r.finish_reason is None:  # one that has ended had less room than the others
+            kind.reached(share.accepted, levels)
+
+
+def _draft_scores(trees: TreeBatch) -> list[list[float]]:
+    """Return the scores of each request's draft nodes, best first."""
+    scores: list[float] = from_dlpack(trees.scores).tolist()
+    each, first = [], 0
+    for size in trees.sizes:
+        each.append(sorted(scores[first + 1 : first + size], reverse=True))  # without its root, whose score is 0
+        first += size
+    return each

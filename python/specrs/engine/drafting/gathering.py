@@ -20,15 +20,14 @@ from torch.utils.dlpack import from_dlpack
 
 from specrs._specrs import DraftCalibration, DraftNodes, DraftProposal, MergedDrafts, TreeBatch, merge_drafts
 from specrs.engine.drafting.budget import RATE, Account
-from specrs.engine.drafting.chooser import Kind, TreePolicy
+from specrs.engine.drafting.chooser import Kind, Share, TreePolicy
 from specrs.engine.drafting.costs import HOSTED, SPECULATIVE, Costs
 from specrs.engine.drafting.sources import GRAMMAR, HEAD, SourceProposal, Sources
-from specrs.engine.drafting.speculation import Share
 from specrs.engine.drafting.trees import Deferral, VerifiedTrees
 from specrs.engine.drafting.worth import SourceState, SourceStats
-from specrs.engine.request.batch import Batch, Passed
+from specrs.engine.request.batch import Batch
 from specrs.engine.request.grammars import Grammars
-from specrs.engine.request.request import Request
+from specrs.engine.request.request import Passed, Request
 
 LIKELIEST = 8
 """Next tokens of a verified node that sources which observe are told."""
@@ -472,7 +471,7 @@ class Gathering:
             if len(tree) > 1:
                 share = Share(tree.scores[1:], len(p.tokens) - 1) if shares is None else shares[i]
                 self._kind(p.request).learn(share.scores, share.accepted, gain)
-                wins[i] = p.committed.kept - 1 - (0 if others is None else others[i])
+                wins[i] = p.kept - 1 - (0 if others is None else others[i])
         if not wins:
             return
         alone = seconds if others is None else costs.plain(batch)  # else the other source pays for the round
@@ -507,7 +506,7 @@ class Gathering:
             scores.append(math.log(prob) + (scores[parent] if parent >= 0 else 0.0))
         return Share(sorted(scores, reverse=True), self.grade(head, passed.tokens))
 
-    def watch(self, batch: Batch, verified: VerifiedTrees) -> None:
+    def watch(self, batch: Sequence[Request], verified: VerifiedTrees) -> None:
         """Tell sources that learn from verified trees what the target made of these, of requests that go on."""
         if not self._hearing:
             return
@@ -529,7 +528,7 @@ class Gathering:
             each = (time.perf_counter() - started) / len(learning)
             for _, one in learning:
                 one.watched(each)
-        for r in (batch.requests[i] for i in requests):
+        for r in (batch[i] for i in requests):
             live = self._live[r.request_id]
             if not live.at and live.asked:  # they said nothing, and nobody looks at the request in the next round
                 live.asked = []

@@ -13,10 +13,9 @@ from typing import Protocol
 from torch.utils.dlpack import from_dlpack
 
 from specrs._specrs import Accepts, DraftNodes, MergedDrafts, TreeBatch
-from specrs.engine.drafting.chooser import TreeChoice, TreePolicy
+from specrs.engine.drafting.chooser import Share, TreeChoice, TreePolicy
 from specrs.engine.drafting.sources import HEAD
-from specrs.engine.drafting.speculation import Share
-from specrs.engine.request.batch import Passed
+from specrs.engine.request.request import Passed
 from specrs.engine.request.traces import DraftTree
 
 _HEADS, _HOSTS = 1, 2  # bits of an origin
@@ -39,6 +38,14 @@ class VerifiedTrees(Protocol):
     @property
     def accepts(self) -> Accepts:
         """The accepted paths and tokens."""
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of the target's pass; ``None`` where its launch returns before it has run."""
+
+    @property
+    def cold(self) -> bool:
+        """True if the round took longer than others like it will, since memory or a graph was made for it."""
 
     def likeliest(self, requests: Sequence[int], count: int) -> Sequence[tuple[list[int], list[list[int]]]] | None:
         """Of some requests, in ascending order, the tokens of their trees' nodes, and after each the target's likeliest

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from specrs._specrs import Sequence as KvSequence
-from specrs.engine.request.request import Committed, Request
+from specrs.engine.request.request import Request
 
 
 class Batch:
@@ -28,12 +27,3 @@ class Batch:
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self.requests)
-
-
-@dataclass(frozen=True)
-class Passed:
-    """Results of a pass for one request."""
-
-    request: Request
-    tokens: list[int]
-    committed: Committed

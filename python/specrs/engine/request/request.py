@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from specrs._specrs import Grammar, GrammarFailedError, NonFiniteError, Sampler
 from specrs.engine.request.decoding import Detokenizer, TokenDecoder
 from specrs.engine.request.draws import Draws
+from specrs.engine.request.head_state import HeadState
 from specrs.engine.request.logprobs import TokenLogprobs
 from specrs.engine.request.seeds import split
 from specrs.engine.request.text import OutputText
@@ -19,7 +20,6 @@ from specrs.engine.request.traces import DraftTree, Round
 
 if TYPE_CHECKING:
     from specrs._specrs import Sequence as KvSequence
-    from specrs.models.features import Features
     from specrs.sampling_params import ResolvedSampling
 
 
@@ -175,14 +175,26 @@ class StreamEvent:
 
 
 @dataclass(frozen=True)
-class Committed:
-    """Tokens and text that one commit kept: output, usage and metrics all read this."""
+class Passed:
+    """Results of a pass for one request: output, usage and metrics all read this.
 
-    kept: int  # number of offered tokens that were kept
-    pieces: list[tuple[str, bool]]
-    finished: bool
-    logprobs: list[TokenLogprobs] | None = None  # scores of the kept tokens
-    rounds: tuple[Round, ...] = ()  # the one that it was, where the request is traced
+    Attributes:
+        request: the request.
+        tokens: tokens that the pass drew.
+        kept: number of them that the request kept.
+        pieces: released text, as `StreamEvent.pieces`.
+        finished: True if the request has ended.
+        logprobs: scores of the kept tokens, if they are wanted.
+        rounds: the round that it was, if the request is traced.
+    """
+
+    request: Request
+    tokens: list[int]
+    kept: int
+    pieces: Sequence[tuple[str, bool]] = ()
+    finished: bool = False
+    logprobs: list[TokenLogprobs] | None = None
+    rounds: tuple[Round, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -199,7 +211,7 @@ class Request:
     """A live request. ``tokens`` is prompt and output; the last one is the root, whose KV is not written yet.
 
     Invariant between rounds of a running request: ``committed == len(tokens) - 1``, the target's KV is valid on
-    ``[0, committed)``, and the draft's on ``[draft_from, draft_valid)``.
+    ``[0, committed)``, and the draft's where ``head`` says.
 
     A prompt with ``n`` outputs has a request for each: ``request_id`` is the request's own, ``asked_id`` that of the
     first one, which users know. The others wait until the first one has its first token, and share its pages.
@@ -223,7 +235,6 @@ class Request:
     row: KvSequence | None = None  # row of the page table, while admitted
     committed: int = 0  # target KV valid on [0, committed)
     cached_tokens: int = 0
-    draft_shared: int = 0  # positions of draft KV that the prefix cache had at its admission
     rounds: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
     accepted_drafts: list[int] = field(default_factory=list)
@@ -239,18 +250,8 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     _last: float = 0.0  # when its last tokens came, where it is traced
 
-    # Draft state: the target's features of positions whose draft KV is not written yet, and the last result of
-    # draft_extend for the root, whose form only the executor knows.
-    pending: list[Features] = field(default_factory=list)
-    lag: int = 0  # number of their positions
-    draft_from: int = (
-        0  # first position of the draft KV in use, a multiple of the page size: the head reads none before
-    )
-    root: object | None = None
-    followed: bool = True  # true while the head drafts for the request; once false, it stays false
+    head: HeadState = field(default_factory=HeadState)
     draft_error: NonFiniteError | None = None  # the fault that ended drafting by the head, if a fault did
-    # If not followed, or if `draft_from` is behind them: positions from 0 on whose draft KV is sound.
-    _draft_kept: int = 0
 
     @classmethod
     def create(
@@ -304,7 +305,7 @@ class Request:
             logprobs=None if params.logprobs is None else [],
             prompt_logprobs=None if params.prompt_logprobs is None or leader is not None else [None],
             prediction=list(prediction),
-            followed=params.speculative,
+            head=HeadState(followed=params.speculative),
         )
 
     @property
@@ -355,18 +356,6 @@ class Request:
         return self.ending.max_total - len(self.tokens)
 
     @property
-    def draft_valid(self) -> int:
-        """End of the draft KV in use, which is written and sound."""
-        if not self.followed:
-            return self._draft_kept
-        return self.committed - self.lag
-
-    @property
-    def draft_prefix(self) -> int:
-        """Positions from 0 on whose draft KV is written and sound."""
-        return self._draft_kept if self.draft_from else self.draft_valid
-
-    @property
     def max_depth(self) -> int:
         """Deepest draft node that can still be used: a round of depth d yields at most d + 1 tokens."""
         return max(min(self.remaining, self.draws.room) - 1, 0)
@@ -391,7 +380,7 @@ class Request:
         cut: bool = False,
         logprobs: Sequence[TokenLogprobs] = (),
         tree: DraftTree | None = None,
-    ) -> Committed:
+    ) -> Passed:
         """Append what a prefill (``round_`` false) or a round drew, up to the first reason to stop.
 
         All of ``new`` but its last token are accepted draft tokens. With ``error`` all of it are: the token after them
@@ -440,7 +429,7 @@ class Request:
             pieces.extend(self._flush(self._may_stop))
         self.text.extend(text for text, _ in pieces)
         rounds = self._traced(tree, new[:kept], drafts, pieces) if self.params.trace else ()
-        return Committed(kept, pieces, self.finish_reason is not None, scored, rounds)
+        return Passed(self, new, kept, pieces, self.finish_reason is not None, scored, rounds)
 
     def _traced(
         self, tree: DraftTree | None, kept: Sequence[int], drafts: int, pieces: Sequence[tuple[str, bool]]
@@ -454,11 +443,11 @@ class Request:
         told = (tree.sources, tree.proposed, tuple(pieces))
         return (Round(tree.tokens, tree.parents, accepted, own, seconds, *told),)
 
-    def event(self, tokens: Sequence[int], committed: Committed) -> StreamEvent:
-        """Return the event that tells the user of a commit."""
-        output = self.output() if committed.finished else None
-        scored, rounds = committed.logprobs, committed.rounds
-        return StreamEvent(self.asked_id, list(tokens), committed.pieces, output, self.index, scored, rounds)
+    def event(self, passed: Passed) -> StreamEvent:
+        """Return the event that tells the user of what a pass gave."""
+        output = self.output() if passed.finished else None
+        kept, pieces = passed.tokens[: passed.kept], list(passed.pieces)
+        return StreamEvent(self.asked_id, kept, pieces, output, self.index, passed.logprobs, passed.rounds)
 
     def abort(self) -> list[tuple[str, bool]]:
         """End the request as the caller wishes; held text is released."""
@@ -471,61 +460,14 @@ class Request:
         """Begin, or begin again, with ``shared`` positions of target KV that the prefix cache has, and draft KV of the
         first ``drafted`` of them. A head that reads requests from their beginning can follow one only where both are
         equal."""
-        self.row, self.committed, self.draft_shared, self._draft_kept = row, shared, drafted, drafted
-        self.draft_from = 0
+        self.row, self.committed = row, shared
         self.cached_tokens = min(shared, self.prompt_len)
-        self.forget_features()
+        self.head.admit(shared, drafted)
 
-    def wait(self, features: Features) -> None:
-        """Features of positions just committed wait for the draft head."""
-        self.pending.append(features)
-        self.lag += len(features)
-        self.root = None
-
-    def oldest(self, count: int) -> list[Features]:
-        """Return the waiting features of the first ``count`` positions."""
-        some: list[Features] = []
-        for features in self.pending:
-            if count <= 0:
-                break
-            some.append(features if len(features) <= count else features[:count])
-            count -= len(features)
-        return some
-
-    def drop_oldest(self, count: int) -> None:
-        """The draft's KV is written for the first ``count`` positions that waited."""
-        self.lag -= count
-        while self.pending and count >= len(self.pending[0]):
-            count -= len(self.pending.pop(0))
-        if count:
-            self.pending[0] = self.pending[0][count:]
-
-    def begin_drafts(self, position: int) -> None:
-        """Let the head begin at a position, a multiple of the page size. Features of earlier positions are dropped.
-        Sound draft KV from 0 on is remembered for the cache."""
-        skipped = position - self.draft_valid
-        if skipped > 0:
-            self._draft_kept = self.draft_prefix
-            self.draft_from = position
-            if self.lag:
-                self.drop_oldest(skipped)
-
-    def drop_pending(self) -> None:
-        """The draft head has run over the features that waited, or never will."""
-        self.pending.clear()
-        self.lag = 0
-
-    def forget_features(self) -> None:
-        """Drop the features that the draft head was to run over, and its last result."""
-        self.drop_pending()
-        self.root = None
-
-    def give_up_drafts(self, valid: int, error: NonFiniteError | None = None) -> None:
-        """No drafts of the head from now on; ``valid`` positions of draft KV are sound."""
-        self.followed, self._draft_kept = False, min(valid, self._draft_kept) if self.draft_from else valid
-        self.draft_from = 0
+    def give_up_drafts(self, sound: int, error: NonFiniteError | None = None) -> None:
+        """No drafts of the head from now on; ``sound`` positions of draft KV are sound."""
+        self.head.give_up(sound)
         self.draft_error = None if error is None else self._named(error)
-        self.forget_features()
 
     def _stuck(self, error: GrammarFailedError) -> GrammarFailedError:
         """Return the error for a request whose grammar is stuck, named as `_named` does."""

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 
 from specrs._specrs import DraftBeams, GrammarFailedError, Lease, Moves, NonFiniteError, Planner, TreeBatch
 from specrs._specrs import Sequence as KvSequence
-from specrs.engine.drafting.speculation import AdaptiveTree, PassKind
+from specrs.engine.drafting.chooser import TreePolicy
 from specrs.engine.drafting.trees import VerifiedTrees
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
@@ -29,19 +29,9 @@ from specrs.engine.rounds.pages import Pages
 from specrs.models import Placement
 from specrs.models.features import Features
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
 Deepen = Callable[[DraftBeams, Sequence[int], int], bool]
 """Called before each draft step with the beams so far, each request's deepest useful level, and the level that the step
 would reach. Returns True to take the step."""
-
-
-class Clock(Protocol):
-    """Times passes (`GivenTree.timed`). An executor does not use the clock if its passes outlast the call."""
-
-    def __call__(self, kind: PassKind, rows: int, run: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Run a pass over ``rows`` rows."""
 
 
 @dataclass(eq=False)
@@ -68,7 +58,7 @@ class Pass(Protocol):
         overwrites them. A prefill has logits only for `Request.scored_rows` and for rows that drew a token."""
 
     def root(self, request: int) -> object | None:
-        """The head's result for the request's new last token (`Request.root`), or ``None``.
+        """The head's result for the request's new last token (`HeadState.root`), or ``None``.
 
         The pass has a root if the head has already run over the accepted tokens. The caller then asks for no features
         of these tokens.
@@ -120,7 +110,7 @@ class Watched(Drafted, Protocol):
 
 
 class DraftExecutor(Protocol):
-    """The head's passes. `Request.root` holds a value of this executor: the head's result for the last token."""
+    """The head's passes. `HeadState.root` holds a value of this executor: the head's result for the last token."""
 
     @property
     def vocabulary(self) -> frozenset[int]:
@@ -129,10 +119,10 @@ class DraftExecutor(Protocol):
     def write(self, entries: Entries) -> Sequence[NonFiniteError | None]:
         """Write draft KV. Returns for each request the error that makes its draft KV unsound, or ``None``."""
 
-    def extend(self, entries: Entries, clock: Clock) -> Sequence[object]:
+    def extend(self, entries: Entries) -> Sequence[object]:
         """Write draft KV up to the root. Returns the root of each request, or a `NonFiniteError`."""
 
-    def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None, clock: Clock) -> Drafted:
+    def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None) -> Drafted:
         """Draft a tree for each request of the batch, up to the request's depth.
 
         A request with depth 0 or without a root gets a tree of its last token alone. With ``deepen`` the result is
@@ -142,12 +132,11 @@ class DraftExecutor(Protocol):
     def cut(self, drafted: Watched, least: float) -> Watched:
         """Return the drafts without nodes whose cumulative log-probability is below ``least``."""
 
-    @property
-    def unites(self) -> bool:
-        """True if `unite` works on drafts that nobody looks at."""
-
     def unite(self, drafted: Drafted, trees: TreeBatch) -> Drafted | None:
-        """Return the drafts united with ``trees``, which has a tree for each request. ``None`` if they cannot unite."""
+        """Return drafts that nobody looks at, united with ``trees``, which has a tree for each request.
+
+        ``None`` if they cannot unite.
+        """
 
 
 class Executor(Protocol):
@@ -171,7 +160,11 @@ class Executor(Protocol):
         Torch's inference mode is off in the context, because nobody may write to its tensors once the mode has ended.
         """
 
-    def speculation(self, pages: Pages) -> AdaptiveTree:
+    @property
+    def launched(self) -> bool:
+        """True if all passes of a round are launched together, so that trees are decided before it."""
+
+    def policy(self, pages: Pages) -> TreePolicy:
         """Measure passes on this device, and return what picks trees by these times. For engines that draft."""
 
     def copy(self, moves: Moves) -> None:
@@ -185,10 +178,10 @@ class Executor(Protocol):
             follow: keep features.
         """
 
-    def decode(self, batch: Batch, follow: bool, clock: Clock) -> Verified:
+    def decode(self, batch: Batch, follow: bool) -> Verified:
         """Write the KV of each request's last token, and draw the next token. The trees are roots alone."""
 
-    def verify(self, batch: Batch, drafted: Drafted, follow: bool, clock: Clock) -> Verified:
+    def verify(self, batch: Batch, drafted: Drafted, follow: bool) -> Verified:
         """Write the KV of all nodes, and accept from each tree's root on the nodes that plain decoding would draw.
 
         Args:

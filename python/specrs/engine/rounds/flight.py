@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from specrs._specrs import Lease
-from specrs.engine.drafting.decisions import RoundPlan
+from specrs._specrs import ConfigError, Lease, PoolExhaustedError
+from specrs.engine.drafting.decisions import Drafting
+from specrs.engine.drafting.plans import RoundPlan
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
-from specrs.engine.rounds.executor import Verified
+from specrs.engine.rounds.executor import Executor, Verified
 
 
 @dataclass(eq=False)
@@ -30,9 +31,11 @@ class Flight:
         longest: positions that a round commits at most, per request.
         rounds: launched rounds that are not collected, the oldest first.
         single: True if no round may be launched behind the first one.
-        last: True if no further round may be launched.
+        closed: True if no further round may be launched.
         collected: number of collected rounds.
-        out: rows of the batch whose requests have ended or were lost; later results for them are dropped.
+        dropped: rows of the batch whose requests have ended or were lost; later results for them are dropped.
+        ended: time when the last collected round ended, or the first one began.
+        waited: `Executor.waited` when the present call began to collect.
     """
 
     plan: RoundPlan
@@ -42,9 +45,14 @@ class Flight:
     longest: int
     rounds: deque[Verified]
     single: bool = False
-    last: bool = False
+    closed: bool = False
     collected: int = 0
-    out: set[int] = field(default_factory=set)
+    dropped: set[int] = field(default_factory=set)
+    ended: float = 0.0
+    waited: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.ended = self.plan.began
 
     @property
     def requests(self) -> list[Request]:
@@ -58,7 +66,7 @@ class Flight:
 
     def batch(self) -> tuple[Batch, list[int]]:
         """The requests that the next collected round gives results for, as they are now, and their rows."""
-        rows = [i for i in range(len(self.requests)) if i not in self.out]
+        rows = [i for i in range(len(self.requests)) if i not in self.dropped]
         return Batch([self.requests[i] for i in rows]), rows
 
     def reach(self, more: int) -> list[int]:
@@ -69,5 +77,44 @@ class Flight:
         behind = (len(self.rounds) + more - 1) * self.longest
         each = enumerate(zip(self.requests, self.lens, strict=True))
         return [
-            n if i in self.out else max(n, min(n + behind, r.ending.max_total - 2) + self.need) for i, (r, n) in each
+            n if i in self.dropped else max(n, min(n + behind, r.ending.max_total - 2) + self.need)
+            for i, (r, n) in each
         ]
+
+    # -- ahead of the host: nothing of this happens on a device that plans every round by the results of the last ------
+
+    def launch_ahead(self, executor: Executor, drafting: Drafting, stays: bool) -> None:
+        """Launch rounds behind the last one if possible.
+
+        Args:
+            stays: True if the next round is likely to have the same batch.
+        """
+        last = self.rounds[-1]
+        if self.take_following(executor):
+            return
+        if not stays or self.single or self.closed or len(self.rounds) > 1:
+            return
+        most = executor.ahead(last)
+        if most and not drafting.stays(self.plan, self.batch()[0]):
+            return
+        while most:
+            try:
+                self.lease.renew(self.reach(most))
+            except (PoolExhaustedError, ConfigError):  # too few pages, or the row too short
+                most //= 2  # fewer rounds may fit; if not, the round in flight is collected first
+                continue
+            if len(copies := self.lease.copies):
+                executor.copy(copies)
+            launched = executor.launch(last, most)
+            if launched is not None:
+                self.rounds.append(launched)
+            return
+
+    def take_following(self, executor: Executor) -> bool:
+        """Note the round that the device has begun by itself behind the last one, if any."""
+        if len(self.rounds) > 1:
+            return False  # asking waits for the last round, and another one is to be collected now
+        following = executor.following(self.rounds[-1])
+        if following is not None:
+            self.rounds.append(following)
+        return following is not None

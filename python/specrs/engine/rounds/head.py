@@ -1,7 +1,8 @@
-"""The bookkeeping of the head's passes: features that wait, and roots to draft from. An executor runs the passes.
+"""The draft head's part of a round: features that wait, draft KV, roots to draft from, and trees.
 
 The head's entry at position p pairs the target's features of p with the token at p + 1. Features wait on their request
-until the head runs over them. If the head gives NaN, the request loses its drafts and nothing else.
+until the head runs over them. If the head gives NaN, the request loses its drafts and nothing else. An executor runs
+the passes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections.abc import Sequence
 from typing import cast
 
 from specrs._specrs import DraftBeams, NonFiniteError
-from specrs.engine.drafting.speculation import GivenTree
+from specrs.engine.drafting.decisions import Drafting
+from specrs.engine.drafting.plans import RoundPlan
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
 from specrs.engine.rounds.executor import Drafted, DraftExecutor, Entries, Pass, Watched
@@ -24,11 +26,12 @@ class Head:
 
     Args:
         executor: runs the head.
+        drafting: decides how far the head drafts.
         observers: see the head's passes; the list is shared with the runner.
     """
 
-    def __init__(self, executor: DraftExecutor, observers: Sequence[RoundObserver]) -> None:
-        self._executor, self._observers = executor, observers
+    def __init__(self, executor: DraftExecutor, drafting: Drafting, observers: Sequence[RoundObserver]) -> None:
+        self._executor, self._drafting, self._observers = executor, drafting, observers
 
     # -- features -----------------------------------------------------------------------------------------------
 
@@ -42,45 +45,46 @@ class Head:
             overtaken: True if later rounds have run and overwritten these features.
         """
         for i, (r, index) in enumerate(zip(batch, rows, strict=True)):
-            if not index or not r.followed:
+            if not index or not r.head.followed:
                 continue
             root = passed.root(i)
             if root is not None:
-                r.root = root
+                r.head.reached(r.committed, root)
             elif overtaken:  # this is the request's last round, else the device would have drafted for the request
-                r.give_up_drafts(batch.lens[i] - r.lag)  # the draft KV is complete up to here
+                r.give_up_drafts(r.head.end)
             else:
-                r.wait(passed.features(i, index))
+                r.head.wait(passed.features(i, index))
 
-    def bound_features(self, batch: Batch, speculation: GivenTree) -> None:
+    def bound_features(self, batch: Batch) -> None:
         """Write the draft KV of requests whose features have waited for long, or give up their drafts.
 
-        A head that may begin anywhere (``speculation.tail``) drops the older features instead.
+        A head that may begin anywhere (`Drafting.tail`) drops the older features instead.
         """
-        if speculation.tail is not None:
+        tail = self._drafting.tail
+        if tail is not None:
             for r in batch:
-                if r.lag >= 2 * speculation.tail:
-                    r.begin_drafts(speculation.begins(r))
+                if r.head.lag >= 2 * tail:
+                    r.head.begin(self._drafting.begins(r))
             return
-        late = [r for r in batch if r.lag >= _MAX_LAG and r.finish_reason is None]
+        late = [r for r in batch if r.head.lag >= _MAX_LAG and r.finish_reason is None]
         if not late:
             return
         for r in late:
-            if not speculation.catches_up(r, len(batch)):
-                r.give_up_drafts(r.draft_valid)
-        self.write([r for r in late if r.followed])
+            if not self._drafting.catches_up(r, len(batch)):
+                r.give_up_drafts(r.head.end)
+        self.write([r for r in late if r.head.followed])
 
     # -- passes -------------------------------------------------------------------------------------------------
 
-    def after_prefill(self, reqs: Sequence[Request], speculation: GivenTree) -> None:
+    def after_prefill(self, reqs: Sequence[Request]) -> None:
         """Write the draft KV of prompts, as far as they are prefilled.
 
-        A head that may begin anywhere (``speculation.tail``) writes it once a prompt is complete, near its end alone.
+        A head that may begin anywhere (`Drafting.tail`) writes it once a prompt is complete, near its end alone.
         """
-        if speculation.tail is not None:
+        if self._drafting.tail is not None:
             for r in reqs:
-                if r.followed:
-                    r.begin_drafts(speculation.begins(r))
+                if r.head.followed:
+                    r.head.begin(self._drafting.begins(r))
             reqs = [r for r in reqs if r.ready]
         self.write(reqs)
 
@@ -89,7 +93,7 @@ class Head:
 
         `extend` runs over the excepted features, because their logits are wanted.
         """
-        reqs = [r for r in reqs if r.lag > keep]
+        reqs = [r for r in reqs if r.head.lag > keep]
         if not reqs:
             return
         entries = self._entries(reqs, keep)
@@ -98,65 +102,87 @@ class Head:
             if error is not None:
                 r.give_up_drafts(start, error)
             else:
-                r.drop_oldest(n)
+                r.head.wrote(n)
 
-    def before_drafting(self, reqs: Sequence[Request], speculation: GivenTree) -> None:
-        """Make requests ready to draft: write draft KV and compute a root from the features that wait."""
-        for r in reqs:
-            if r.lag:
-                r.begin_drafts(speculation.begins(r))
-        self.write(reqs)
-        self.extend(reqs, speculation)
-
-    def extend(self, reqs: Sequence[Request], speculation: GivenTree) -> None:
+    def extend(self, reqs: Sequence[Request]) -> None:
         """Run the head over the features that wait, so that draft KV, logits and hidden state reach the root."""
-        reqs = [r for r in reqs if r.pending]
+        reqs = [r for r in reqs if r.head.lag]
         if not reqs:
             return
         entries = self._entries(reqs)
-        for r, start, root in zip(reqs, entries.starts, self._executor.extend(entries, speculation.timed), strict=True):
-            _extended(r, start, root)
+        roots = self._executor.extend(entries)
+        for r, start, n, root in zip(reqs, entries.starts, entries.counts, roots, strict=True):
+            if isinstance(root, NonFiniteError):
+                r.give_up_drafts(start, root)
+            else:
+                r.head.reached(start + n, root)
 
-    def draft(self, batch: Batch, drafting: Sequence[bool], speculation: GivenTree) -> Drafted:
-        """Draft a tree for each request that is ``drafting``, and a root alone for the others.
+    def draft(self, plan: RoundPlan) -> Drafted:
+        """Draft a tree for each request that the plan names, and a root alone for the others.
 
-        The draft KV of the drafting requests must be up to date.
+        Drafts of other sources, if any, come into the same trees: the host merges both, or the device unites them.
         """
-        if speculation.given and not self._observers:
-            depths = [r.max_depth if d and r.followed else 0 for r, d in zip(batch, drafting, strict=True)]
-            cap = speculation.cap(batch, drafting)
-            return self._executor.draft(batch, [min(n, cap) for n in depths], None, speculation.timed)
-        limit = speculation.limit(batch, drafting)
-        drafted = self.grow(batch, drafting, speculation, limit)
-        least = speculation.least_score(batch, drafted.trees, drafted.steps, limit)
+        drafting, proposals = self._drafting, plan.proposals
+        for r in plan.drafting:
+            if r.head.lag:
+                r.head.begin(drafting.begins(r))
+        self.write(plan.drafting)
+        self.extend(plan.drafting)
+        if drafting.gathering is None or proposals is None or not proposals.nodes:
+            return self._alone(plan)
+        if drafting.unites and not self._observers:
+            return self._united(plan)
+        if drafting.launched and drafting.policy is not None:
+            return self._alone(plan)
+        drafted = self._step_by_step(plan)
+        plan.trees = drafting.gathering.merge_with_head(
+            plan.batch, proposals, drafted.trees, drafted.steps, drafted.faults, plan.limit,
+            None if drafting.policy is None else drafting.policy.costs,
+        )  # fmt: skip
+        return plan.trees
+
+    def _alone(self, plan: RoundPlan) -> Drafted:
+        """Draft with the head alone."""
+        if (self._drafting.launched or self._drafting.policy is None) and not self._observers:
+            return self._executor.draft(plan.batch, [min(n, plan.levels) for n in self._depths(plan)], None)
+        drafted = self._step_by_step(plan)
+        least = self._drafting.least_score(plan, drafted.trees, drafted.steps)
         return drafted if least is None else self._executor.cut(drafted, least)
 
-    def grow(self, batch: Batch, drafting: Sequence[bool], speculation: GivenTree, limit: float) -> Watched:
-        """Draft step by step, as long as another step pays in a round that may take ``limit`` seconds."""
-        depths = [r.max_depth if d and r.followed else 0 for r, d in zip(batch, drafting, strict=True)]
+    def _united(self, plan: RoundPlan) -> Drafted:
+        """Draft with the head, for the device to unite with drafts of other sources if that yields more."""
+        drafted, drafting, proposals = self._alone(plan), self._drafting, plan.proposals
+        assert plan.head is not None and proposals is not None and drafting.gathering is not None
+        if not drafting.joins_others(plan.batch, plan.head, proposals):
+            return drafted
+        trees = drafting.gathering.trees_of(proposals)
+        both = self._executor.unite(drafted, trees.trees)
+        if both is None:
+            return drafted
+        plan.trees, plan.united = trees, True
+        return both
+
+    def _step_by_step(self, plan: RoundPlan) -> Watched:
+        """Draft step by step, as long as another step pays."""
 
         def deepen(beams: DraftBeams, depths: Sequence[int], levels: int) -> bool:
-            if not speculation.deepen(batch, beams, depths, levels, limit):
+            if not self._drafting.deepen(plan, beams, depths, levels):
                 return False
             for o in self._observers:
                 o.drafted(beams)
             return True
 
-        return cast(Watched, self._executor.draft(batch, depths, deepen, speculation.timed))
+        return cast(Watched, self._executor.draft(plan.batch, self._depths(plan), deepen))
+
+    def _depths(self, plan: RoundPlan) -> list[int]:
+        """Return the deepest useful level of each request's drafts; 0 for no drafts."""
+        drafting = zip(plan.batch, plan.head or (), strict=True)
+        return [r.max_depth if drafts and r.head.followed else 0 for r, drafts in drafting]
 
     def _entries(self, reqs: Sequence[Request], keep: int = 0) -> Entries:
         """Return all positions that wait, except each request's last ``keep``."""
-        starts, counts = [r.draft_valid for r in reqs], [r.lag - keep for r in reqs]
+        starts, counts = [r.head.end for r in reqs], [r.head.lag - keep for r in reqs]
         entries = Entries(reqs, [r.seq for r in reqs], starts, counts)
         for o in self._observers:
             o.extended(entries.seqs, starts, counts)
         return entries
-
-
-def _extended(r: Request, start: int, root: object) -> None:
-    """Note that the head has run over all features that waited, from ``start`` on."""
-    if isinstance(root, NonFiniteError):
-        r.give_up_drafts(start, root)
-    else:
-        r.drop_pending()
-        r.root = root

@@ -93,10 +93,10 @@ class Pages:
         """Offer the request's full computed pages to later requests, and note how far draft KV is sound in them."""
         if not self._config.prefix_cache or request.error is not None:
             return
-        drafted = request.draft_prefix if self._drafts else 0
+        drafted = request.head.prefix if self._drafts else 0
         # A cached page must not be written to, and the head has entries to add behind `draft_valid`.
-        writes = self._drafts and request.followed and request.finish_reason is None
-        valid = request.draft_valid if writes else request.committed
+        writes = self._drafts and request.head.followed and request.finish_reason is None
+        valid = request.head.end if writes else request.committed
         self.pool.cache_insert(request.seq, request.tokens[:valid], drafted, self._salt(request))
 
     def _salt(self, request: Request) -> int:

@@ -16,13 +16,14 @@ from contextlib import contextmanager
 from specrs import _specrs as core
 from specrs.engine.config import EngineConfig
 from specrs.engine.drafting import trees as united
-from specrs.engine.drafting.ahead import tiers
-from specrs.engine.drafting.decisions import Drafting, RoundOutcome, RoundPlan
+from specrs.engine.drafting.decisions import Drafting
 from specrs.engine.drafting.gathering import Gathering
+from specrs.engine.drafting.levels import tiers
+from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
 from specrs.engine.drafting.sources import HEAD, Sources
-from specrs.engine.request.batch import Batch, Passed
+from specrs.engine.request.batch import Batch
 from specrs.engine.request.logprobs import TokenBytes, TokenLogprobs, of_draws, of_rows
-from specrs.engine.request.request import FinishReason, Request
+from specrs.engine.request.request import FinishReason, Passed, Request
 from specrs.engine.request.traces import DraftTree, trees_of
 from specrs.engine.rounds.executor import Drafted, Executor, Pass, Verified
 from specrs.engine.rounds.flight import Flight
@@ -54,28 +55,25 @@ class Runner:
         self.observers: list[RoundObserver] = []
         self.spell: TokenBytes | None = None
         drafts = executor.drafts
-        self.head = None if drafts is None else Head(drafts, self.observers)
         gathering: Gathering | None = None
-        if config.sources or (drafts is not None and executor.placement.is_host):  # grammars force drafts
+        if config.sources or (drafts is not None and not executor.launched):  # grammars force drafts
             named = Sources(config.sources, vocab_size)
             most = geometry.shape.draft_tokens
-            sizes = None if executor.placement.is_host else tiers(most)
-            gathering = Gathering(named, most, config.deepest, sizes)
-        self.drafting = Drafting(drafts is not None, gathering, drafts is not None and drafts.unites)
+            gathering = Gathering(named, most, config.deepest, tiers(most) if executor.launched else None)
+        self.drafting = Drafting(geometry.shape, config.page_size, drafts is not None, gathering, executor.launched)
+        self.head = None if drafts is None else Head(drafts, self.drafting, self.observers)
         self.pages = Pages(pool, config, geometry, executor.copy, drafts is not None)
         trees = drafts is not None or gathering is not None
         rows = geometry.max_batch * (geometry.shape.draft_tokens if trees else 1)
         self.scored_rows = min(max(rows, _LEAST_SCORED), _MOST_SCORED)
         self._flight: Flight | None = None
         self._collected: list[Passed] = []  # results that no caller has received yet
-        self._waited = 0.0  # `Executor.waited` when the current call began to collect
-        self._ended: float | None = None  # time at which the last round was collected
         self._single = False  # no round is launched behind the next one
 
     def calibrate(self) -> None:
         """Measure the passes for the cost model, if one decides (some hundred milliseconds at worst)."""
         if (self.head is not None or self.drafting.gathering is not None) and self.config.adaptive:
-            self.drafting.price(self.executor.speculation(self.pages))
+            self.drafting.price(self.executor.policy(self.pages))
 
     def admit(self, request: Request) -> None:
         """Give the request a row of the page table, and decide whether the head follows it.
@@ -87,16 +85,16 @@ class Runner:
         """
         self.pages.admit(request)
         if self.head is None:
-            request.followed = False
-        if not request.followed:
+            request.head.followed = False
+        if not request.head.followed:
             return
-        if not self.drafting.speculation.follows(request):
-            request.give_up_drafts(request.draft_shared)
-        elif request.draft_shared < request.committed:
-            if self.drafting.speculation.tail is not None:
-                request.draft_from = request.committed  # the end of a page, because the cache shares whole pages
+        if not self.drafting.follows(request):
+            request.give_up_drafts(request.head.shared)
+        elif request.head.shared < request.committed:
+            if self.drafting.tail is not None:
+                request.head.first = request.committed  # the end of a page, because the cache shares whole pages
                 return
-            most = request.draft_shared
+            most = request.head.shared
             self.pages.release(request)
             self.pages.admit(request, most)
 
@@ -118,9 +116,9 @@ class Runner:
     def _complete(self, r: Request) -> None:
         """Write the last entries of draft KV if they complete a page that a later request would go on from."""
         page, head = self.config.page_size, self.head
-        if head is None or not self.config.prefix_cache or not r.followed or r.error is not None:
+        if head is None or not self.config.prefix_cache or not r.head.followed or r.error is not None:
             return
-        if r.committed // page > r.draft_valid // page and not r.draft_from and self.drafting.speculation.completes(r):
+        if r.committed // page > r.head.end // page and not r.head.first and self.drafting.completes(r):
             head.write([r], 0)
 
     def prefill(self, chunks: Sequence[tuple[Request, int]]) -> list[Passed]:
@@ -146,16 +144,16 @@ class Runner:
                 r.prompt_logprobs += scored
         for i, (first, error), scored in zip(drawing, drawn, firsts, strict=True):
             r = batch.requests[i]
-            passed.append(Passed(r, first, r.commit(first, round_=False, error=error, logprobs=scored)))
+            passed.append(r.commit(first, round_=False, error=error, logprobs=scored))
         if self.head is not None:
             try:
                 with self._abandoning():
                     self.head.remember(batch, prefilled, [range(n) for n in counts])
-                    self.head.after_prefill([r for r in batch if r.finish_reason is None], self.drafting.speculation)
+                    self.head.after_prefill([r for r in batch if r.finish_reason is None])
             except BaseException:
                 self._collected += passed  # the requests already have their tokens
                 raise
-            self.drafting.speculation.prefilled(batch, counts)
+            self.drafting.prefilled(batch, counts)
         for r in batch:
             if r.committed >= len(r.tokens) - 1 and r.finish_reason is None:
                 self.pages.share_prefix(r)
@@ -210,7 +208,6 @@ class Runner:
         if self._flight is not None:
             if self.observers or not self._flight.carries(list(reqs)):
                 return self.collect()
-            self.drafting.speculation.begin(self._flight.plan.drafts, self._ended)
             return self._advance(self._flight, stays)
         batch = Batch(reqs)
         return self._advance(self._launch(batch, self.drafting.plan(batch)), stays)
@@ -262,23 +259,20 @@ class Runner:
     def _launch(self, batch: Batch, plan: RoundPlan) -> Flight:
         """Launch a round: lease its pages, launch its drafts, and launch the target's pass over the drafts."""
         lease, need = self._round_lease(batch, plan)
-        plan.began = time.perf_counter()
-        self.drafting.speculation.begin(plan.drafts, plan.asked)
         with _naming(batch.requests), self._rolled_back(batch, lease):
             for o in self.observers:
                 positions = [n + more for n, more in zip(batch.lens, need, strict=True)]
                 o.reserved(batch.requests, positions, speculative=plan.drafts)
             drafted: Drafted | None = plan.trees
             if plan.head is not None and self.head is not None:
-                drafted = self._draft(batch, plan, plan.head, self.head)
+                drafted = self.head.draft(plan)
+            follow = self._keeps_features(batch)
             if drafted is None:
-                verified = self.executor.decode(batch, self._keeps_features(batch), self.drafting.speculation.timed)
+                verified = self.executor.decode(batch, follow)
             else:
                 plan.steps = drafted.steps
-                verified = self.executor.verify(
-                    batch, drafted, self._keeps_features(batch), self.drafting.speculation.timed
-                )
-            single = self._single or bool(self.observers) or plan.needs_tokens or any(r.needs_sync for r in batch)
+                verified = self.executor.verify(batch, drafted, follow)
+            single = self._single or bool(self.observers or plan.trees) or any(r.needs_sync for r in batch)
             self._single = False
             longest = self.config.deepest + 1 if plan.drafts else 1
             self._flight = flight = Flight(plan, lease, batch.lens, max(need), longest, deque([verified]), single)
@@ -299,78 +293,23 @@ class Runner:
         need = plan.positions(1)
         return self.pages.lease(batch, need), need
 
-    def _draft(self, batch: Batch, plan: RoundPlan, drafting: list[bool], head: Head) -> Drafted:
-        """Draft with the head, and put the drafts of other sources, if any, into the same tree."""
-        speculation, gathering, drafts = self.drafting.speculation, self.drafting.gathering, self.executor.drafts
-        head.before_drafting([r for r, d in zip(batch, drafting, strict=True) if d], speculation)
-        proposals = plan.proposals
-        if gathering is None or proposals is None or not proposals.nodes:
-            return head.draft(batch, drafting, speculation)
-        if drafts is not None and drafts.unites and speculation.given and not self.observers:
-            drafted = head.draft(batch, drafting, speculation)
-            if not speculation.unites(batch, drafting, proposals):
-                return drafted
-            hosted = gathering.trees_of(proposals)
-            both = drafts.unite(drafted, hosted.trees)
-            plan.beside_head = None if both is None else hosted
-            return drafted if both is None else both
-        if not speculation.merges:
-            return head.draft(batch, drafting, speculation)
-        limit = speculation.limit(batch, drafting)
-        grown = head.grow(batch, drafting, speculation, limit)
-        plan.trees = gathering.merge_with_head(
-            batch, proposals, grown.trees, grown.steps, grown.faults, limit, speculation.costs
-        )
-        return plan.trees
-
     def _advance(self, flight: Flight, stays: bool = True) -> list[Passed]:
         """Launch rounds ahead if possible, and collect the oldest round.
 
         If a request has ended, collect all rounds: its pages stay leased as long as rounds are in flight.
         """
-        self._waited = self.executor.waited
+        flight.waited = self.executor.waited
         with _naming(flight.requests), self._abandoning():
-            self._launch_ahead(flight, stays)
+            flight.launch_ahead(self.executor, self.drafting, stays)
             self._collect(flight)
-            if flight.out:
+            if flight.dropped:
                 self._collect_all(flight)
         return self._news()
-
-    def _launch_ahead(self, flight: Flight, stays: bool) -> None:
-        last = flight.rounds[-1]
-        # `following` waits for the last round, so ask only if that round is the one to collect now.
-        following = self.executor.following(last) if len(flight.rounds) == 1 else None
-        if following is not None:
-            flight.rounds.append(following)
-            return
-        if not stays or flight.single or flight.last or len(flight.rounds) > 1:
-            return
-        most = self.executor.ahead(last)
-        if most and flight.plan.head is not None:
-            batch, _ = flight.batch()
-            if not self.drafting.speculation.stays(batch, flight.plan.head):
-                return
-        while most:
-            try:
-                flight.lease.renew(flight.reach(most))
-            except (core.PoolExhaustedError, core.ConfigError):  # too few pages, or the row too short
-                most //= 2  # fewer rounds may fit; if not, the round in flight is collected first
-                continue
-            copies = flight.lease.copies
-            if len(copies):
-                self.executor.copy(copies)
-            launched = self.executor.launch(last, most)
-            if launched is not None:
-                flight.rounds.append(launched)
-            return
 
     def _collect_all(self, flight: Flight) -> None:
         self.executor.request_stop()
         while flight.rounds:
-            following = self.executor.following(flight.rounds[-1]) if len(flight.rounds) == 1 else None
-            if following is not None:
-                flight.rounds.append(following)
-            self.drafting.speculation.begin(flight.plan.drafts, self._ended)
+            flight.take_following(self.executor)
             self._collect(flight)
 
     def _collect(self, flight: Flight) -> None:
@@ -388,12 +327,13 @@ class Runner:
         passed = self._commit(flight, batch, rows, verified, observers)
         for o in observers:
             o.ended()
-        self.drafting.observe(RoundOutcome(flight.plan, rows, batch, passed, verified))
-        self._ended = time.perf_counter()
-        if flight.rounds and not flight.last:
-            spare = self.executor.waited - self._waited
-            if self.drafting.tempts(*flight.batch(), flight.plan, spare):
-                flight.last = True  # the next round verifies the host's drafts, made from these tokens
+        now = time.perf_counter()
+        began, flight.ended = flight.ended, now
+        self.drafting.observe(RoundOutcome(flight.plan, rows, passed, verified, now - began))
+        if flight.rounds and not flight.closed:
+            spare = self.executor.waited - flight.waited
+            if self.drafting.others_know_better(*flight.batch(), flight.plan, spare):
+                flight.closed = True  # the next round verifies the host's drafts, made from these tokens
                 self.executor.request_stop()
 
     def _without_lost(
@@ -401,10 +341,10 @@ class Runner:
     ) -> tuple[Batch, list[int], Verified]:
         """Return a round's results without requests whose scores are lost. These requests run the round again."""
         lost = set(verified.lost)
-        flight.out |= {rows[i] for i in lost}
+        flight.dropped |= {rows[i] for i in lost}
         self._single = True  # keeps the scores of the repeated round readable
         for i in lost:
-            batch.requests[i].root = None  # the head has run on, so this root is no longer valid
+            batch.requests[i].head.root = None  # the head has run on, so this root is no longer valid
         kept = [i for i in range(len(batch)) if i not in lost]
         batch, rows = Batch([batch.requests[i] for i in kept]), [rows[i] for i in kept]
         return batch, rows, self.executor.collect(verified, batch, kept) if rows else verified
@@ -442,29 +382,27 @@ class Runner:
         flight.lens, flight.collected = lens, flight.collected + 1
         # No request has changed up to here. From here to the head's features, nothing calls what may fail.
         for error, sound in verified.faults:
-            flight.last = True  # a new round has to begin without drafts of this request
-            if batch.requests[error.request].followed:  # rounds in flight report the same fault again
+            flight.closed = True  # a new round has to begin without drafts of this request
+            if batch.requests[error.request].head.followed:  # rounds in flight report the same fault again
                 batch.requests[error.request].give_up_drafts(sound, error)
         passed = [
-            Passed(r, tokens, r.commit(tokens, round_=True, error=error, cut=cut, logprobs=scored, tree=trees.get(i)))
+            r.commit(tokens, round_=True, error=error, cut=cut, logprobs=scored, tree=trees.get(i))
             for i, (r, tokens, error, cut, scored) in enumerate(zip(batch, drawn, errors, cuts, logprobs, strict=True))
         ]
         for p in passed:
-            p.request.committed += p.committed.kept
-        flight.out |= {row for row, p in zip(rows, passed, strict=True) if p.committed.finished}
+            p.request.committed += p.kept
+        flight.dropped |= {row for row, p in zip(rows, passed, strict=True) if p.finished}
         self._collected += passed
-        kept = [p.committed.kept for p in passed]
+        kept = [p.kept for p in passed]
         follows = self.head is not None and self._keeps_features(batch)
         if self.head is not None and follows:  # skips the work if no request needs the head
             kept_rows = [path[:n] for path, n in zip(paths, kept, strict=True)]
             self.head.remember(batch, verified, kept_rows, overtaken=bool(flight.rounds))
             for r, cut in zip(batch, cuts, strict=True):
                 if cut:
-                    r.root = None  # the head may have run beyond what stands
+                    r.head.root = None  # the head may have run beyond what stands
         for o in observers:
             o.committed(kept)
-        if self.drafting.gathering is not None:
-            self.drafting.gathering.watch(batch, verified)  # a user's code, which may raise KeyboardInterrupt
         if self.head is not None and follows and not flight.rounds:
             self._run_head(self.head, flight, batch, rows)
         return passed
@@ -473,8 +411,8 @@ class Runner:
         """Run the head over what those kept that it drafted for, so that the next round can draft at once."""
         if flight.plan.head is not None:
             drew = [r for r, row in zip(batch, rows, strict=True) if flight.plan.head[row] and r.finish_reason is None]
-            head.extend(drew, self.drafting.speculation)
-        head.bound_features(batch, self.drafting.speculation)
+            head.extend(drew)
+        head.bound_features(batch)
 
     def _traced(
         self, flight: Flight, batch: Batch, rows: Sequence[int], verified: Verified, paths: Sequence[Sequence[int]]
@@ -483,14 +421,13 @@ class Runner:
         wanted = [i for i, r in enumerate(batch) if r.params.trace]
         if not wanted:
             return {}
-        hosted, beside = flight.plan.trees, flight.plan.beside_head
-        if beside is not None and self.drafting.gathering is not None:
-            drafts = [beside.drafts[row] for row in rows]
-            found = united.traced(verified, drafts, wanted, paths, self.drafting.gathering.names)
-            return dict(zip(wanted, found, strict=True))
-        if hosted is None or self.drafting.gathering is None:
+        hosted, gathering = flight.plan.trees, self.drafting.gathering
+        if hosted is None or gathering is None:
             return dict(zip(wanted, trees_of(verified.trees, wanted, paths, HEAD), strict=True))
-        names, drafts = self.drafting.gathering.names, hosted.drafts
+        if flight.plan.united:
+            found = united.traced(verified, [hosted.drafts[row] for row in rows], wanted, paths, gathering.names)
+            return dict(zip(wanted, found, strict=True))
+        names, drafts = gathering.names, hosted.drafts
         made = [(drafts[rows[i]], paths[i]) for i in wanted]
         trees = [DraftTree.of(tree.tokens, tree.parents, path, names, tree.sources) for tree, path in made]
         return dict(zip(wanted, trees, strict=True))
@@ -529,7 +466,7 @@ class Runner:
         if self.head is None:
             return False
         for r in batch.requests:  # noqa: SIM110 - runs twice a round, usually to the end, and a loop is faster
-            if r.followed:
+            if r.head.followed:
                 return True
         return False
 

@@ -19,8 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from specrs._specrs import PoolExhaustedError
-from specrs.engine.request.batch import Passed
-from specrs.engine.request.request import Request, StreamEvent
+from specrs.engine.request.request import Passed, Request, StreamEvent
 from specrs.engine.rounds.runner import Runner
 from specrs.engine.rounds.stats import EngineStats
 from specrs.engine.rounds.waiting import WaitingQueue
@@ -223,14 +222,13 @@ class Scheduler:
         self._passed += passed
         while self._passed:
             p = self._passed.pop(0)
-            request, kept = p.request, p.tokens[: p.committed.kept]
-            self.generated += len(kept)
+            self.generated += p.kept
             try:
-                if p.committed.finished:
-                    self._admitted.remove(request)
-                    self._end(request)
+                if p.finished:
+                    self._admitted.remove(p.request)
+                    self._end(p.request)
             finally:
-                self._news.append(request.event(kept, p.committed))
+                self._news.append(p.request.event(p))
 
 
 def _priority(request: Request) -> int:
