@@ -29,6 +29,7 @@ TABLE = {
     "target": (1.518, 1.650, 1.850, 2.420, 4.602, 9.294, 16.548),
     "draft_step": (0.237, 0.250, 0.266, 0.348, 0.646, 1.170, 2.147),
     "draft_extend": (0.324, 0.324, 0.324, 0.361, 0.461, 0.690, 1.134),
+    "draft_write": (0.136, 0.136, 0.136, 0.148, 0.171, 0.248, 0.431),
 }
 BESIDE = (0.1, 0.3)  # milliseconds of a plain round, and of one that drafts, beside its passes
 ASKED = 0.03  # milliseconds of asking a source of drafts once, merging what it says and judging it
@@ -84,10 +85,10 @@ class Counter:
             runner.drafting.gathering.price(self.costs, runner.drafting.account)
         if runner.executor.drafts is None:
             return
-        head, step, extend = runner.executor.drafts.head, self.costs.draft_step, self.costs.draft_extend
-        self._price(head, "step", lambda n: step.at(n))
-        self._price(head, "write", lambda n: extend.at(n))
-        self._price(head, "extend", lambda n: extend.at(n))
+        head, costs = runner.executor.drafts.head, self.costs
+        self._price(head, "step", lambda n: costs.draft_step.at(n))
+        self._price(head, "write", lambda n: costs.draft_write.at(n))
+        self._price(head, "extend", lambda n: costs.draft_extend.at(n))
 
     def _price(self, owner: Any, name: str, price: Any) -> None:
         run = getattr(owner, name)

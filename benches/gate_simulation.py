@@ -78,6 +78,7 @@ def policy(step: float = 0.2, growth: float = 0.02) -> TreePolicy:
             target=PassCost(_ROWS, [1.0 + growth * r for r in _ROWS]),
             draft_step=PassCost(_ROWS, [step] * 3),
             draft_extend=PassCost(_ROWS, [step * (1.0 + 0.03 * r) for r in _ROWS]),
+            draft_write=PassCost([1, 2], [step * 0.03, step * 0.06]),
             overhead=Overheads([1e-4, 2e-4, 2e-4]),
         )
     )

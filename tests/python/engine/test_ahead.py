@@ -56,7 +56,15 @@ def tree(rows: float = 0.0, overhead: float = 0.0, following: float = 0.0) -> La
     pace = Pace()
     target = PassCost([1, 256], [PLAIN_SECONDS, PLAIN_SECONDS + 255 * rows], pace)
     extend = PassCost([1, 16], [EXTEND, EXTEND], pace)
-    return Launched(Costs(target, PassCost([1], [STEP], pace), extend, Overheads([0.0, 0.0, overhead, following])))
+    return Launched(
+        Costs(
+            target,
+            PassCost([1], [STEP], pace),
+            extend,
+            PassCost([1], [0.0], pace),
+            Overheads([0.0, 0.0, overhead, following]),
+        )
+    )
 
 
 class Side(list[Any]):
@@ -230,6 +238,7 @@ def crowd(size: int, chances: Sequence[float], clock: list[float]) -> list[float
             levels = plan.levels
             sizes = [most_nodes(SHAPE, levels) if drafts else 1 for drafts in drafting]
             entering = sum(drafts and not r.entered for r, drafts in zip(live, drafting, strict=True))
+            plan.resumes = entering > 0
             seconds = 3e-4 * (sum(sizes) - 1) + PLAIN_SECONDS + EXTEND + STEP * (levels - 1) + 0.2 * entering
         else:
             seconds = PLAIN_SECONDS + 0.5 * any(r.head.followed for r in live)
@@ -281,7 +290,9 @@ def test_a_requests_first_round_makes_no_other_look_dear(clock: list[float]) -> 
     speculation, rng = tree(), random.Random(8)
     for i in range(30):
         r = request(i)
+        r.head.root, r.head.lag = None, 1
         run(speculation, r, 0.9, rng, clock, beside=3 * PLAIN_SECONDS)
+        r.head.root, r.head.lag = object(), 0
         while r.remaining > 0:
             run(speculation, r, 0.9, rng, clock)
         speculation.forget(r)
@@ -306,7 +317,7 @@ def test_what_rounds_take_beside_their_passes_is_charged(clock: list[float]) -> 
         assert drawn * PLAIN_SECONDS / took > 0.93, (i, took, drawn)
 
 
-def test_a_cold_round_is_charged_as_its_model_says(clock: list[float]) -> None:
+def test_a_cold_round_makes_no_other_look_dear(clock: list[float]) -> None:
     speculation, rng = tree(), random.Random(5)
     r = request(0)
     run(speculation, r, 1.0, rng, clock, beside=1000 * PLAIN_SECONDS, cold=True)

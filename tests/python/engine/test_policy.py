@@ -326,8 +326,7 @@ def test_a_request_waits_until_it_can_pay_and_no_longer() -> None:
     rng, waited = random.Random(5), 0
     for _ in range(400):
         p = policy(step=rng.choice((0.05, 0.2, 0.6)), growth=rng.choice((0.01, 0.05)))
-        extend = p.costs.draft_extend.at(1)
-        p.costs = replace(p.costs, draft_extend=PassCost([1, 64], [extend, extend]))  # features that wait cost nothing
+        p.costs = replace(p.costs, draft_write=PassCost([1], [0.0]))  # features that wait cost nothing
         batch, produced = rng.choice((1, 4)), rng.randrange(60)
         account = p.account(0.0, 0, batch, 600)
         account.room(produced, batch)

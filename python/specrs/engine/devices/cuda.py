@@ -147,6 +147,7 @@ class CudaExecutor(HostExecutor):
             PassCost(rows, [target[n] for n in rows], pace),
             PassCost([1], [step], pace),
             PassCost([1, 2 * self._sizes[-1]], [extend, extend], pace),
+            PassCost([1], [0.0], pace),  # hidden behind the rounds in flight
             _overheads(plain),
         )
         return self._expecting(costs, shape)
@@ -163,9 +164,7 @@ class CudaExecutor(HostExecutor):
         target = {b * most_nodes(shape, n): self._seconds(b, n) for b in sizes for n in (0, *deep)}
         self._warm(sorted({levels_for(shape, n) for n in tiers(shape.draft_tokens)}), pages)
         rows, nothing = sorted(target), PassCost([1], [0.0], pace)
-        costs = Costs(
-            PassCost(rows, [target[n] for n in rows], pace), nothing, PassCost([1], [0.0], pace), _overheads(target[1])
-        )
+        costs = Costs(PassCost(rows, [target[n] for n in rows], pace), nothing, nothing, nothing, _overheads(target[1]))
         return self._expecting(costs, shape)
 
     def _seconds(self, size: int, levels: int) -> float:

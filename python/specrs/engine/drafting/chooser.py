@@ -104,8 +104,8 @@ class TreePolicy:
         tail: positions before its first draft that the head reads, of any request at any time, so that it may begin
             anywhere; ``None``: it reads a request from its beginning, or not at all.
 
-    Only modelled times pick a tree, never the time of the round at hand: a stall of the machine decides nothing.
-    Accounts are charged the time that a round took, between half and twice what is modelled.
+    Only modelled times pick a tree and are charged, never the time of the round at hand: a stall of the machine decides
+    nothing. What rounds take beside the model is learnt (`Overheads`).
     """
 
     costs: Costs
@@ -148,7 +148,7 @@ class TreePolicy:
         short = own - account.room(produced, batch)
         if short <= 0.0:
             return 0.0
-        each = RATE - self.following(batch) - (self.waiting(1, batch) if self.tail is None else 0.0)
+        each = RATE - self.following(batch) - (self.waiting(256, batch) / 256 if self.tail is None else 0.0)
         return short / each if each > 0.0 else math.inf
 
     def resuming(self, lag: int | None, batch: int) -> float:
@@ -165,8 +165,7 @@ class TreePolicy:
 
     def waiting(self, tokens: int, batch: int) -> float:
         """Plain rounds that the draft KV of so many tokens takes of a batch, which waits for it."""
-        extend, (few, many) = self.costs.draft_extend, (8, 64)
-        return (extend.at(many) - extend.at(few)) / (many - few) * tokens / self.costs.plain(batch) * batch
+        return self.costs.draft_write.at(tokens) / self.costs.plain(batch) * batch
 
     def prefilling(self, tokens: int, batch: int) -> float:
         """Plain rounds that so many more tokens of a prompt take of a batch, which waits for it."""

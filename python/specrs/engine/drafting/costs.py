@@ -107,11 +107,20 @@ def _host_overheads() -> Overheads:
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured passes of one engine, and what its rounds cost beside them."""
+    """Measured passes of one engine, and what its rounds cost beside them.
+
+    Attributes:
+        target: of the target.
+        draft_step: of the head, one level of drafts.
+        draft_extend: of the head, draft KV and scores at the root.
+        draft_write: of the head, draft KV alone.
+        overhead: of rounds, beside their passes.
+    """
 
     target: PassCost
     draft_step: PassCost
     draft_extend: PassCost
+    draft_write: PassCost
     overhead: Overheads = field(default_factory=_host_overheads)
 
     def plain(self, batch: int) -> float:

@@ -126,7 +126,7 @@ class Drafting:
         if self.policy is None:
             return False
         account, costs = self.account(request), self.policy.costs
-        price = costs.draft_extend.at(request.head.lag) / costs.plain(self._batch) * self._batch
+        price = costs.draft_write.at(request.head.lag) / costs.plain(self._batch) * self._batch
         if account.won < price:
             return False
         account.pay(price, self._batch)
@@ -210,7 +210,7 @@ class Drafting:
             if r.head.root is None:
                 lag = self._lag(r)
                 self.account(r).pay(policy.resuming(lag, size), size)
-                plan.prepaid += policy.costs.plain(1) * policy.resuming(lag, 1)
+                plan.resumes = True
 
     def _limit(self, batch: Batch, head: Sequence[bool], policy: TreePolicy) -> float:
         size = len(batch)
@@ -366,11 +366,13 @@ class Drafting:
             kind, passes = FOLLOWED if followed else PLAIN, costs.target.at(size)
         elif plan.head is None:
             kind, passes = HOSTED, costs.target.at(self._rows(outcome))
-        elif plan.trees is None and any(outcome.head) and not self._entering(outcome):
+        elif plan.trees is None and any(outcome.head):
             kind, passes = SPECULATIVE, self._passes(outcome, policy) - costs.overhead.at(SPECULATIVE)
         else:
-            return  # a round of both, or one with the prompts of new requests in it, is like no other
-        costs.observe(kind, size, passes, outcome.seconds - plan.prepaid)
+            return  # a round of both is like no other
+        if not plan.resumes:
+            costs.observe(kind, size, passes, outcome.seconds)
+        plan.resumes = False  # only the first round of a plan has what the head caught up with, or a prompt
 
     def _rows(self, outcome: RoundOutcome) -> int:
         """Rows of the target's pass over drafts."""
@@ -387,26 +389,18 @@ class Drafting:
         costs, size = policy.costs, len(outcome.passed)
         return costs.drafting(size, size * self._shape.topk, outcome.plan.steps) + costs.target.at(self._rows(outcome))
 
-    def _entering(self, outcome: RoundOutcome) -> bool:
-        """Whether some request drafted for the first time. A device still runs over its prompt in that round."""
-        each = zip(outcome.passed, outcome.head, strict=True)
-        return any(drafts and p.request.drafting_rounds < 2 for p, drafts in each)
-
     def _observe_head(self, outcome: RoundOutcome, policy: TreePolicy, shares: list[Share] | None) -> None:
         """Calibrate the head by what was accepted of its drafts, and settle what these have won or lost."""
         plan, passed, head, size = outcome.plan, outcome.passed, outcome.head, len(outcome.passed)
-        prepaid, plan.prepaid = plan.prepaid, 0.0  # before this round, not before those behind it
         if not any(head):
             return
         if shares is None:
             each = zip(_draft_scores(outcome.verified.trees), passed, strict=True)
             shares = [Share(scores, len(p.tokens) - 1) for scores, p in each]
             self._adds += _FORGETS * (_ADDS - self._adds)
-        modelled, drawn = self._passes(outcome, policy), sum(len(p.tokens) for p in passed)
-        cost = modelled / policy.costs.plain(size)  # in rounds of plain decoding
-        took = min(max(outcome.seconds - prepaid, modelled / 2), 2 * modelled)
-        if outcome.verified.cold or (size > 1 and self._entering(outcome)):
-            took = modelled  # others must not pay for a graph that was made, or for a prompt
+        # What such rounds take, not what this one took: a stall of the machine decides nothing.
+        took, drawn = self._passes(outcome, policy), sum(len(p.tokens) for p in passed)
+        cost = took / policy.costs.plain(size)  # in rounds of plain decoding
         drew = [(p, share) for p, share, drafts in zip(passed, shares, head, strict=True) if drafts]
         for p, share in drew:
             self._learn(p.request, share, len(p.tokens) - 1, drawn / size / cost, plan.steps + 1, policy)

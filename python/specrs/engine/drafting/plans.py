@@ -27,7 +27,7 @@ class RoundPlan:
         steps: draft steps that the head took.
         trees: made by the host; ``None`` where there are none. The next round waits for this one's tokens then.
         united: whether the device makes one tree of each of ``trees`` and the head's.
-        prepaid: seconds for which the head catches up before the first round, which its requests have paid.
+        resumes: whether the head has to catch up before the first round, which its requests have paid.
         began: time when the round began, on the performance counter.
     """
 
@@ -39,7 +39,7 @@ class RoundPlan:
     steps: int = 0
     trees: HostTrees | None = None
     united: bool = False
-    prepaid: float = 0.0
+    resumes: bool = False
     began: float = field(init=False)
 
     def __post_init__(self) -> None:
