@@ -22,13 +22,12 @@ SHAPE = TreeShape(4, 6, 32)
 PLAIN_SECONDS, STEP, EXTEND = 1.0, 0.1, 0.2
 
 
-def tree(rows: float = 0.0, overhead: float = 0.0, following: float = 0.0) -> AheadTree:
-    """rows: what a row to verify costs beside a pass; overhead: what a round that the host waits for does; following:
-    what a plain round does that the head follows."""
+def tree(rows: float = 0.0, overhead: float = 0.0) -> AheadTree:
+    """rows: what a row to verify costs beside a pass; overhead: what a round that the host waits for does."""
     pace = Pace()
     target = PassCost([1, 256], [PLAIN_SECONDS, PLAIN_SECONDS + 255 * rows], pace)
     extend = PassCost([1, 16], [EXTEND, EXTEND], pace)
-    beside = Overheads([0.0, 0.0, overhead, following])
+    beside = Overheads([0.0, 0.0, overhead])
     costs = Costs(target, PassCost([1], [STEP], pace), extend, beside)
     return AheadTree(TreePolicy(costs, [Kind.of(UNKNOWN, SHAPE.steps) for _ in HEATS]), SHAPE)
 
@@ -57,18 +56,17 @@ def give_up(r: Any) -> Any:
 
 
 def run(
-    speculation: AheadTree, r: Any, chance: float, rng: random.Random, clock: list[float], beside: float = 0.0,
-    following: float = 0.0,
-) -> tuple[int, float]:  # fmt: skip
+    speculation: AheadTree, r: Any, chance: float, rng: random.Random, clock: list[float], beside: float = 0.0
+) -> tuple[int, float]:
     """One round of a request alone whose every draft level is accepted with ``chance``: tokens, and the levels.
 
-    beside: seconds of a round with drafts that no model of passes has; following: of a plain one that the head follows.
+    beside: seconds of a round with drafts that no model of passes has.
     """
     r.give_up_drafts = give_up(r)
     [drafts] = speculation.drafting([r])  # type: ignore[arg-type]
     speculation.begin(drafts)
     if not drafts:
-        clock[0] += PLAIN_SECONDS + following * r.followed
+        clock[0] += PLAIN_SECONDS
         r.tokens, r.remaining = [*r.tokens, 1], r.remaining - 1
         speculation.plain_round([r])  # type: ignore[arg-type]
         return 1, 0
@@ -141,37 +139,13 @@ def test_text_that_the_head_knows_gains(clock: list[float]) -> None:
     assert (len(r.tokens) - 10) * PLAIN_SECONDS / clock[0] > 1.8
 
 
-@pytest.mark.parametrize("following", [0.1, 1.3])
-@pytest.mark.parametrize("guess", [0.2, 1.0, 3.0])
-def test_no_request_waits_where_waiting_costs(following: float, guess: float, clock: list[float]) -> None:
-    """A head that loses is given up, and tried again on what its kind has saved; one that wins drafts on."""
-    speculation, rng = tree(following=guess * following), random.Random(7)
-    ratios, waited = list[float](), list[int]()
-    for i in range(240):
-        chance = 0.1 if 40 <= i < 160 else 0.8
-        r, begun, waits = request(i, 160), clock[0], 0
-        r.followed = speculation.follows(r)
-        while r.remaining > 0:
-            followed = r.followed
-            _, levels = run(speculation, r, chance, rng, clock, following=following)
-            waits += followed and r.followed and not levels
-        ratios.append((len(r.tokens) - 10) * PLAIN_SECONDS / (clock[0] - begun))
-        waited.append(waits)
-        speculation.forget(r)
-    assert min(ratios[:40]) > 1.3, "the first request of an engine drafts"
-    lost = ratios[60:160]
-    assert len(lost) / sum(1 / ratio for ratio in lost) > 0.985 and min(lost) > 0.95, (min(lost), lost)
-    assert sum(waited) <= 2 * len(waited), "rounds that follow without drafts"
-    assert sum(ratio > 1.3 for ratio in ratios[180:]) > 55, "the head wins again, and is found out"
-
-
 def crowd(size: int, chances: Sequence[float], clock: list[float]) -> list[float]:
     """``size`` requests at once, of which one begins where another has ended: of each third of them, tokens in a plain
     round's time, over those of a full batch that decodes plainly.
 
     chances: of each request, that a level of its drafts is accepted.
     """
-    speculation, rng = tree(rows=3e-4, following=0.5), random.Random(9)
+    speculation, rng = tree(rows=3e-4), random.Random(9)
     live, ended, drawn, rates, since = list[Any](), 0, 0, list[float](), 0.0
     coming = list(enumerate(chances))
     while coming or live:
@@ -190,7 +164,7 @@ def crowd(size: int, chances: Sequence[float], clock: list[float]) -> list[float
             clock[0] += 3e-4 * (sum(sizes) - 1) + PLAIN_SECONDS + EXTEND + STEP * (levels - 1) + 0.2 * entering
         else:
             levels, sizes = 0, []
-            clock[0] += PLAIN_SECONDS + 0.5 * any(r.followed for r in live)
+            clock[0] += PLAIN_SECONDS
         passed = []
         for r, drafts in zip(live, drafting if levels else [False] * len(live), strict=True):
             accepted, r.entered = 0, r.entered or drafts

@@ -290,6 +290,7 @@ class HostDrafts:
         finish = partial(beams.finish, [r.tokens[-1] for r in batch], depths, [shape.draft_tokens] * len(batch))
         return HostDrafted(finish(), steps, faults, finish)
 
+    splits = True  # `write` takes less than half of the time of `extend`
     unites = False  # the host sees the head's drafts here, and merges them with others by claimed probabilities
 
     def unite(self, drafted: Drafted, trees: core.TreeBatch) -> Drafted | None:

@@ -10,15 +10,17 @@ from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 from specrs._specrs import TreeBatch, TreeShape
-from specrs.engine.drafting.budget import RATE
 from specrs.engine.drafting.chooser import TreePolicy
-from specrs.engine.drafting.costs import FOLLOWED, HOSTED, PLAIN, SPECULATIVE
+from specrs.engine.drafting.costs import HOSTED, PLAIN, SPECULATIVE
 from specrs.engine.drafting.speculation import AdaptiveTree, Outlook, PassKind, Share
 from specrs.engine.request.batch import Batch, Passed
 
 _LEARN = 0.05
 _MOST_UNITED, _LONGEST_BRANCH = 64, 8  # of `cuda/tree_unite.cu`, and `off_spine` of `MergeLimits`
 _ADDS = 0.5  # of other sources' drafts that are accepted, how many the head is taken not to have, before any was tried
+_RETRY = (
+    16  # tokens of a request until it is asked again, where a round with drafts of too few would have been too dear
+)
 _FORGETS = 5e-4  # of what was learnt of that, how much each round without both takes back, so that both are tried again
 
 _P = ParamSpec("_P")
@@ -67,8 +69,10 @@ class AheadTree(AdaptiveTree):
     given = True
     merges = False  # the device drafts and verifies in one launch, and unites trees within it (`unites`)
 
-    def __init__(self, policy: TreePolicy, shape: TreeShape, cold: Callable[[], bool] = lambda: False) -> None:
-        super().__init__(policy, shape.topk)
+    def __init__(
+        self, policy: TreePolicy, shape: TreeShape, page: int = 1, cold: Callable[[], bool] = lambda: False
+    ) -> None:
+        super().__init__(policy, shape.topk, page)
         self._adds = _ADDS
         self._entering = False  # a request of a batch drafts for the first time
         self._shape, self._cold = shape, cold
@@ -77,10 +81,9 @@ class AheadTree(AdaptiveTree):
 
     def drafting(self, batch: Batch) -> list[bool]:
         drafting = super().drafting(batch)
-        if not any(drafting) and self.policy.following(len(batch)) > RATE:
-            for r in batch:  # too few can pay for a round of all, and nobody waits for more
-                if r.followed:
-                    r.give_up_drafts(r.draft_valid)
+        for r, drafts in zip(batch, drafting, strict=True):
+            if not drafts and self._wakes.get(r.request_id, 0) <= len(r.tokens):
+                self._wakes[r.request_id] = len(r.tokens) + _RETRY  # meanwhile rounds run ahead of the host
         return drafting
 
     def cap(self, batch: Batch, drafting: Sequence[bool]) -> int:
@@ -152,11 +155,8 @@ class AheadTree(AdaptiveTree):
         self._started = time.perf_counter() if since is None else since
 
     def plain_round(self, batch: Batch) -> None:
-        policy, size = self.policy, len(batch)
-        followed = [r for r in batch if r.followed]
-        self._learn(FOLLOWED if followed else PLAIN, policy.costs.target.at(size), size)
-        for r in followed:  # all wait for their features
-            self.account(r).pay(policy.following(size) * size / len(followed), size)
+        size = len(batch)
+        self._learn(PLAIN, self.policy.costs.target.at(size), size)
         super().plain_round(batch)
 
     def _learn(self, kind: int, passes: float, size: int) -> None:

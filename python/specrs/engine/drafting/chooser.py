@@ -127,7 +127,7 @@ class TreePolicy:
         short = own - account.room(produced, batch)
         if short <= 0.0:
             return 0.0
-        each = RATE - self.following(batch) - (self.waiting(1, batch) if self.tail is None else 0.0)
+        each = RATE - (self.waiting(1, batch) if self.tail is None else 0.0)
         return short / each if each > 0.0 else math.inf
 
     def resuming(self, lag: int | None, batch: int) -> float:
@@ -135,12 +135,9 @@ class TreePolicy:
         where it drafted in the last round."""
         if lag is None:
             return 0.0
+        if self.costs.recall is not None:
+            return self.costs.recall.at(lag) / self.costs.plain(batch) * batch
         return self.waiting(lag - 1, batch) + self.costs.draft_extend.at(1) / self.costs.plain(batch) * batch
-
-    def following(self, batch: int) -> float:
-        """Plain rounds that each round without drafts takes longer of each request that the head follows, beside the
-        draft KV of its tokens. Where that is more than a request earns, one that cannot draft is given up."""
-        return self.costs.following() / self.costs.plain(batch)
 
     def waiting(self, tokens: int, batch: int) -> float:
         """Plain rounds that the draft KV of so many tokens takes of a batch, which waits for it."""

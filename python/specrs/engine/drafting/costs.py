@@ -99,8 +99,8 @@ class PassCost:
                 shape[-j - 1] = min(shape[-j - 1], shape[-j])
 
 
-# "Rows" of the table of overheads. Of a device alone: rounds of the host's trees, and plain ones that the head follows.
-PLAIN, SPECULATIVE, HOSTED, FOLLOWED = 1, 2, 3, 4
+# "Rows" of the table of overheads. `HOSTED` is for rounds of the host's trees, on a device alone.
+PLAIN, SPECULATIVE, HOSTED = 1, 2, 3
 
 
 class Overheads(PassCost):
@@ -135,24 +135,22 @@ def _overheads() -> PassCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured passes of one engine, and what its rounds cost beside them."""
+    """Measured passes of one engine, and what its rounds cost beside them.
+
+    Attributes:
+        recall: passes of target and head over so many positions whose features a device did not keep, until a request
+            can draft again; ``None`` where features are kept.
+    """
 
     target: PassCost
     draft_step: PassCost
     draft_extend: PassCost
     overhead: PassCost = field(default_factory=_overheads)
+    recall: PassCost | None = None
 
     def plain(self, batch: int) -> float:
         """Seconds of a round of plain decoding."""
         return self.target.at(batch) + self.overhead.at(PLAIN)
-
-    def following(self) -> float:
-        """Seconds that a plain round takes longer where the head follows a request. On a host its features lie where
-        they are. A device's plain rounds run behind one another, and these do not: features lie where the next round's
-        will, and the host saves them in between."""
-        if not isinstance(self.overhead, Overheads):
-            return 0.0
-        return max(self.overhead.at(FOLLOWED) - self.overhead.at(PLAIN), 0.0)
 
     def drafting(self, batch: int, beams: int, steps: int) -> float:
         """Seconds of a round's drafting: ``steps`` passes over ``beams`` rows in all, and the draft_extend."""

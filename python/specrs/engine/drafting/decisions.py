@@ -128,6 +128,19 @@ class Drafting:
                 plan.trees = self.gathering.trees_of(proposals)
         return plan
 
+    def wakes(self, batch: Batch, rows: Sequence[int], plan: RoundPlan) -> bool:
+        """Whether a request that does not draft in rounds that run may do so in the next one.
+
+        Args:
+            batch: requests that go on, at these rows of the plan's batch.
+        """
+        if not self._has_head or plan.needs_tokens:
+            return False
+        idle = batch
+        if plan.head is not None:
+            idle = Batch([r for r, row in zip(batch, rows, strict=True) if not plan.head[row]])
+        return len(idle) > 0 and self.speculation.awake(idle)
+
     def tempts(self, batch: Batch, rows: Sequence[int], plan: RoundPlan, spare: float) -> bool:
         """Whether other sources know better than rounds that run, so that these are let run out.
 

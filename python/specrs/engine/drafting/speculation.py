@@ -15,7 +15,7 @@ from typing import Literal, ParamSpec, Protocol, TypeVar
 from torch.utils.dlpack import from_dlpack
 
 from specrs._specrs import DraftBeams, TreeBatch
-from specrs.engine.drafting.budget import RATE, Account
+from specrs.engine.drafting.budget import Account
 from specrs.engine.drafting.chooser import Kind, TreePolicy, nodes_of
 from specrs.engine.drafting.costs import PLAIN, SPECULATIVE, Costs, PassCost
 from specrs.engine.request.batch import Batch, Passed
@@ -261,7 +261,7 @@ class AdaptiveTree(GivenTree):
         if wait == 0.0:
             resuming = self.policy.resuming(lag, batch)
             return account.room(r.produced, batch, resuming + self.policy.least_loss(batch, batch)) - resuming
-        if wait >= r.remaining / 2 or self.policy.following(batch) > RATE:
+        if wait >= r.remaining / 2:
             r.give_up_drafts(r.draft_valid)
         self._wakes[r.request_id] = len(r.tokens) + wait
         return -math.inf

@@ -239,8 +239,8 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     _last: float = 0.0  # when its last tokens came, where it is traced
 
-    # Draft state: the target's features of positions whose draft KV is not written yet, and the last result of
-    # draft_extend for the root, whose form only the executor knows.
+    # Draft state: the target's features of positions whose draft KV is not written yet, kept or not, and the last
+    # result of draft_extend for the root, whose form only the executor knows.
     pending: list[Features] = field(default_factory=list)
     lag: int = 0  # number of their positions
     draft_from: int = (
@@ -478,9 +478,20 @@ class Request:
 
     def wait(self, features: Features) -> None:
         """Features of positions just committed wait for the draft head."""
-        self.pending.append(features)
         self.lag += len(features)
         self.root = None
+        if features.memory is None and self.unkept:
+            features = self.pending.pop().longer(len(features))
+        self.pending.append(features)
+
+    @property
+    def unkept(self) -> bool:
+        """True if nobody kept the features of the last positions that wait."""
+        return bool(self.pending) and self.pending[-1].memory is None
+
+    def recall(self, features: Features) -> None:
+        """Replace all features that wait, now that the target has run over their positions again."""
+        self.pending[:] = [features]
 
     def oldest(self, count: int) -> list[Features]:
         """Return the waiting features of the first ``count`` positions."""

@@ -48,7 +48,8 @@ class Clock(Protocol):
 class Entries:
     """Entries of the head's KV to write: ``counts[i]`` positions of request ``i`` from ``starts[i]`` on.
 
-    The target's features of these positions wait on the request.
+    The target's features of these positions wait on the request. If nobody kept them (`Request.unkept`), the device
+    makes them again.
     """
 
     requests: Sequence[Request]
@@ -61,7 +62,8 @@ class Pass(Protocol):
     """A pass of the target."""
 
     def features(self, request: int, rows: Sequence[int]) -> Features:
-        """The target's features of the given rows of a request, in order. The pass must have kept features."""
+        """The target's features of the given rows of a request, in order, or `Features.unkept`. The pass must have been
+        told that a head follows."""
 
     def logits(self, request: int, rows: Sequence[int]) -> torch.Tensor:
         """Logits of the given rows of a request, in order: float32 [n, vocab] on the host, until the next pass
@@ -141,6 +143,10 @@ class DraftExecutor(Protocol):
 
     def cut(self, drafted: Watched, least: float) -> Watched:
         """Return the drafts without nodes whose cumulative log-probability is below ``least``."""
+
+    @property
+    def splits(self) -> bool:
+        """True if `write` takes so much less time than `extend` that a request's last entry alone is for `extend`."""
 
     @property
     def unites(self) -> bool:

@@ -32,14 +32,13 @@ class Head:
 
     # -- features -----------------------------------------------------------------------------------------------
 
-    def remember(self, batch: Batch, passed: Pass, rows: Sequence[Sequence[int]], overtaken: bool = False) -> None:
+    def remember(self, batch: Batch, passed: Pass, rows: Sequence[Sequence[int]]) -> None:
         """Keep the target's features of newly committed positions until the head has run over them.
 
         If the device has already run the head over these positions, take its root instead.
 
         Args:
             rows: rows of the pass to keep, per request.
-            overtaken: True if later rounds have run and overwritten these features.
         """
         for i, (r, index) in enumerate(zip(batch, rows, strict=True)):
             if not index or not r.followed:
@@ -47,8 +46,6 @@ class Head:
             root = passed.root(i)
             if root is not None:
                 r.root = root
-            elif overtaken:  # this is the request's last round, else the device would have drafted for the request
-                r.give_up_drafts(batch.lens[i] - r.lag)  # the draft KV is complete up to here
             else:
                 r.wait(passed.features(i, index))
 
@@ -82,6 +79,8 @@ class Head:
                 if r.followed:
                     r.begin_drafts(speculation.begins(r))
             reqs = [r for r in reqs if r.ready]
+            if not self._executor.splits:
+                self.extend(reqs, speculation)
         self.write(reqs)
 
     def write(self, reqs: Sequence[Request], keep: int = 1) -> None:
@@ -105,7 +104,8 @@ class Head:
         for r in reqs:
             if r.lag:
                 r.begin_drafts(speculation.begins(r))
-        self.write(reqs)
+        if self._executor.splits:
+            self.write(reqs)
         self.extend(reqs, speculation)
 
     def extend(self, reqs: Sequence[Request], speculation: GivenTree) -> None:

@@ -118,7 +118,7 @@ class Runner:
     def _complete(self, r: Request) -> None:
         """Write the last entries of draft KV if they complete a page that a later request would go on from."""
         page, head = self.config.page_size, self.head
-        if head is None or not self.config.prefix_cache or not r.followed or r.error is not None:
+        if head is None or not self.config.prefix_cache or not r.followed or r.unkept or r.error is not None:
             return
         if r.committed // page > r.draft_valid // page and not r.draft_from and self.drafting.speculation.completes(r):
             head.write([r], 0)
@@ -345,6 +345,8 @@ class Runner:
             return
         if not stays or flight.single or flight.last or len(flight.rounds) > 1:
             return
+        if self.drafting.wakes(*flight.batch(), flight.plan):
+            return  # the next round needs a plan of its own
         most = self.executor.ahead(last)
         if most and flight.plan.head is not None:
             batch, _ = flight.batch()
@@ -457,7 +459,7 @@ class Runner:
         follows = self.head is not None and self._keeps_features(batch)
         if self.head is not None and follows:  # skips the work if no request needs the head
             kept_rows = [path[:n] for path, n in zip(paths, kept, strict=True)]
-            self.head.remember(batch, verified, kept_rows, overtaken=bool(flight.rounds))
+            self.head.remember(batch, verified, kept_rows)
             for r, cut in zip(batch, cuts, strict=True):
                 if cut:
                     r.root = None  # the head may have run beyond what stands
