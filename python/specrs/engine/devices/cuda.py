@@ -38,7 +38,7 @@ from specrs.engine.drafting.ahead import (
     united_levels,
     unites,
 )
-from specrs.engine.drafting.chooser import Kind, TreePolicy
+from specrs.engine.drafting.chooser import TAIL, Kind, TreePolicy
 from specrs.engine.drafting.costs import Costs, Overheads, Pace, PassCost
 from specrs.engine.drafting.speculation import AdaptiveTree
 from specrs.engine.request.batch import Batch
@@ -49,16 +49,16 @@ from specrs.models.acceptance import HEATS, UNKNOWN
 from specrs.models.config import LayerConfig
 from specrs.models.cuda import CudaDense, CudaLinear, DevicePlan
 from specrs.models.eagle3 import Eagle3Head
-from specrs.models.features import FeatureRows
+from specrs.models.features import FeatureRows, Features
 from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
 
 _RUNS = 5  # measured runs of a round
 _PROMPT = 64  # tokens of the prompt that warms the passes up
 # Guesses, in seconds, of the host's time in a round, used before any round has run. `_HOST` is its part of a plain
-# round, which is the lower bound for small models. `_HOSTED` and `_FOLLOWED` are times for which the device waits for
-# the host: in a round with the host's trees, and in a plain round that the head follows.
-_HOST, _HOSTED, _FOLLOWED = 4e-4, 2e-4, 4e-4
+# round, which is the lower bound for small models. `_HOSTED` is the time for which the device waits for the host in a
+# round with the host's trees.
+_HOST, _HOSTED = 4e-4, 2e-4
 
 
 class CudaExecutor(HostExecutor):
@@ -130,8 +130,7 @@ class CudaExecutor(HostExecutor):
 
     def _drafts(self, head: Eagle3Head, cache: KvMemory, config: EngineConfig) -> HostDrafts:
         self._roots = Roots(head, config.max_batch)
-        vocab_size = self.target.config.vocab_size
-        return CudaDrafts(self._roots, head, cache, self.planner, config, vocab_size)
+        return CudaDrafts(self._roots, head, cache, self.target, self.cache, self.planner, config)
 
     def speculation(self, pages: Pages) -> AdaptiveTree:
         shape = self.planner.geometry.shape
@@ -155,14 +154,16 @@ class CudaExecutor(HostExecutor):
             PassCost([1], [step], pace),
             PassCost([1, 2 * self._sizes[-1]], [extend, extend], pace),
             _overheads(plain),
+            PassCost([1], [self._recalling(pages)], pace),
         )
         return self._ahead(costs, shape)
 
     def _ahead(self, costs: Costs, shape: core.TreeShape) -> AheadTree:
         head = None if self.drafts is None else self.drafts.head
         expected = (UNKNOWN,) * len(HEATS) if head is None else head.acceptance
-        policy = TreePolicy(costs, [Kind.of(one, shape.steps) for one in expected])
-        return AheadTree(policy, shape, lambda: self._running is not None and self._running.cold)
+        policy = TreePolicy(costs, [Kind.of(one, shape.steps) for one in expected], tail=TAIL)
+        page_size = self.planner.geometry.page_size
+        return AheadTree(policy, shape, page_size, lambda: self._running is not None and self._running.cold)
 
     def _speculation_of_trees(self, shape: core.TreeShape, pages: Pages) -> AdaptiveTree:
         """Return a policy for an engine without a head. The host makes its drafts, so only verification costs time."""
@@ -184,7 +185,7 @@ class CudaExecutor(HostExecutor):
         bucket = self._of(size)
         bucket.given.set_requests([], [], [], [], 1)
         heads = self.drafts is not None
-        variant = Variant(size, levels, heads, None, trees=levels > 0 and not heads)
+        variant = Variant(size, levels, heads and levels > 0, None, trees=levels > 0 and not heads)
         ahead = self._graphs and not variant.trees
         seconds = []
         last = bucket.launch(variant, self._graphs)
@@ -212,9 +213,8 @@ class CudaExecutor(HostExecutor):
             bucket.given.set_requests([], [], [], [], 1)
             for edits in (None, bucket.given.least_room()):
                 plain = Variant(size, 0, False, edits)
-                followed = [replace(plain, follow=True)] if heads else []
                 drafting = [Variant(size, n, heads, edits, trees=not heads) for n in levels]
-                for variant in (plain, *followed, *drafting):
+                for variant in (plain, *drafting):
                     while variant not in bucket.graphs and bucket.runs[variant] >= 0:
                         bucket.collect(bucket.launch(variant, self._graphs))
 
@@ -230,6 +230,27 @@ class CudaExecutor(HostExecutor):
                 self.drafts.head.write(tokens, aux.layers, plan, self.drafts.cache)
                 self.drafts.head.extend(tokens, aux.layers, plan, self.drafts.cache, tokens[:1])
         pages.pool.release([seq])
+
+    def _recalling(self, pages: Pages) -> float:
+        """Measure in seconds what a request waits for until it drafts again: both models run over its last positions.
+
+        The host takes longer to launch these passes than the device takes to run them, for all but large models.
+        """
+        assert self.drafts is not None
+        n = min(TAIL, pages.most_tokens)
+        tokens, seq, seconds = torch.zeros(n, dtype=torch.int64), pages.pool.create(), []
+        with pages.pool.reserve([(seq, n)]):
+            for _ in range(_RUNS):
+                self._stream.synchronize()
+                started = time.perf_counter()
+                plan, aux = self.planner.extend([seq], [0], [n]), self._features(True, n)
+                assert aux is not None
+                self._logits(tokens, plan, aux, tokens[:0])
+                self.drafts.head.extend(tokens, aux.layers, plan, self.drafts.cache, tokens[:1])
+                self._stream.synchronize()
+                seconds.append(time.perf_counter() - started)
+        pages.pool.release([seq])
+        return statistics.median(seconds)
 
     def _of(self, size: int) -> Bucket:
         bucket = self._buckets.get(size)
@@ -251,16 +272,16 @@ class CudaExecutor(HostExecutor):
         return super()._logits(tokens, cast(core.Plan, at), aux, None if rows is None else kept)
 
     def decode(self, batch: Batch, follow: bool, clock: Clock) -> Verified:
-        return self._launched(AskedRound(batch, [0] * len(batch), 0), follow)
+        return self._launched(AskedRound(batch, [0] * len(batch), 0))
 
     def verify(self, batch: Batch, drafted: Drafted, follow: bool, clock: Clock) -> Verified:
         if isinstance(drafted, AskedRound):
-            return self._launched(drafted, follow)
+            return self._launched(drafted)
         made, shape = cast(Watched, drafted), self.planner.geometry.shape
         # If the head is up to date, it runs over the accepted tokens, as if the device had drafted.
         levels = shape.steps if isinstance(drafted, HostDrafted) else levels_for(shape, max(made.trees.sizes))
         depths = [levels if r.followed and r.root is not None else 0 for r in batch]
-        return self._launched(AskedRound(batch, depths, levels), follow, made)
+        return self._launched(AskedRound(batch, depths, levels), made)
 
     def commit(self, batch: Batch, lease: core.Lease, verified: Verified) -> None:
         if isinstance(verified, LaunchedRound):
@@ -269,7 +290,7 @@ class CudaExecutor(HostExecutor):
         else:
             super().commit(batch, lease, verified)
 
-    def _launched(self, asked: AskedRound, follow: bool, host_drafted: Watched | None = None) -> LaunchedRound:
+    def _launched(self, asked: AskedRound, host_drafted: Watched | None = None) -> LaunchedRound:
         """Launch a round with drafts that the device makes, drafts that the host has made, or both."""
         batch, levels, shape = asked.batch, asked.levels, self.planner.geometry.shape
         trees, drafts = None if host_drafted is None else host_drafted.trees, 0
@@ -282,17 +303,16 @@ class CudaExecutor(HostExecutor):
         limits, stops = [r.ending.max_total - 1 for r in batch], [r.ending.eos_ids | r.ending.stop_ids for r in batch]
         tokens = [r.tokens[-1] for r in batch]
         rows = [q.row for q in batch.seqs]
-        given.set_requests(rows, batch.lens, tokens, asked.depths, nodes, levels, limits, stops)
+        first_pages = [r.draft_from // self.planner.geometry.page_size for r in batch]
+        given.set_requests(rows, batch.lens, tokens, asked.depths, nodes, levels, limits, stops, first_pages)
         moving = any(r.draws.grammar is not None for r in batch)
         edits = given.set_samplers([r.sampler for r in batch], moving)
         self._table.upload(self._dense.stream)
         if trees is not None:
             given.set_trees(trees)
-        variant = Variant(bucket.batch, levels, follow, edits, trees=trees is not None, drafts=drafts)
+        variant = Variant(bucket.batch, levels, any(asked.depths), edits, trees=trees is not None, drafts=drafts)
         number = bucket.launch(variant, self._graphs)
-        # If a followed request does not draft, the host has to take its features from this round before the next one.
-        waits = follow and not all(depth > 0 or not r.followed for r, depth in zip(batch, asked.depths, strict=True))
-        self._needs_sync = waits or given.changing or trees is not None or self._level == "off"
+        self._needs_sync = given.changing or trees is not None or self._level == "off"
         return LaunchedRound(batch, bucket, number, variant, range(len(batch)), host_drafted)
 
     @property
@@ -356,6 +376,10 @@ class CudaExecutor(HostExecutor):
 class CudaDrafts(HostDrafts):
     """The head's passes on a GPU. Roots stay on the GPU, and the host waits for nothing.
 
+    Rounds keep no features for requests that do not draft. If such a request is to draft again, the target runs once
+    more over the last positions that the head is to read. The KV of these positions is there already, and a pass over
+    them would write the same bits. So the pass writes none: their pages may be shared with the prefix cache.
+
     If the head gives NaN, its scores for every later root are NaN too. The round that drafts by such scores reports
     the fault (`Verified.faults`).
     """
@@ -365,15 +389,24 @@ class CudaDrafts(HostDrafts):
         roots: Roots,
         head: Eagle3Head,
         cache: KvMemory,
+        target: LlamaModel,
+        target_cache: KvMemory,
         planner: core.Planner,
         config: EngineConfig,
-        vocab_size: int,
     ) -> None:
-        super().__init__(head, cache, planner, config, vocab_size)
-        self._roots, self._steps = roots, planner.geometry.shape.steps
+        super().__init__(head, cache, planner, config, target.config.vocab_size)
+        self._roots, self._steps, self._target, self._target_cache = (
+            roots,
+            planner.geometry.shape.steps,
+            target,
+            target_cache,
+        )
         self.unites = unites(planner.geometry.shape)
 
+    splits = False  # either is a matter of launches
+
     def write(self, entries: Entries) -> list[core.NonFiniteError | None]:
+        self._recall(entries.requests)
         tokens, features, plan = self._inputs(entries)
         at, (tokens,) = DevicePlan.of(cast(CudaDense, self.head.dense), plan, self.cache.page_size, tokens)
         self.head.write(tokens, features, cast(core.Plan, at), self.cache)
@@ -381,6 +414,7 @@ class CudaDrafts(HostDrafts):
 
     def extend(self, entries: Entries, clock: Clock) -> Sequence[object]:
         dense, roots = cast(CudaDense, self.head.dense), self._roots
+        self._recall(entries.requests)
         tokens, features, plan = self._inputs(entries)
         found = [DeviceRoot(r.seq.row, r.draft_valid) for r in entries.requests]
         last = torch.tensor([end - 1 for end in accumulate(entries.counts)])
@@ -390,6 +424,22 @@ class CudaDrafts(HostDrafts):
         for made, kept in ((logits, roots.logits), (hidden, roots.hidden)):
             core._device_copy_rows(made, None, kept, rows, None, dense.stream)
         return found
+
+    def _recall(self, requests: Sequence[Request]) -> None:
+        """Make the features that wait again for requests whose features nobody kept."""
+        some = [r for r in requests if r.unkept]
+        if not some:
+            return
+        target, memory = self._target, self._target.features
+        assert memory is not None
+        starts, counts = [r.draft_valid for r in some], [r.lag for r in some]
+        tokens = torch.tensor([t for r, start in zip(some, starts, strict=True) for t in r.tokens[start : r.committed]])
+        plan = self._planner.extend([r.seq for r in some], starts, counts)
+        dense, features = cast(CudaDense, self.head.dense), memory.once(len(tokens))
+        at, (tokens,) = DevicePlan.of(dense, plan, self._target_cache.page_size, tokens, writes=False)
+        target.forward(tokens, cast(core.Plan, at), self._target_cache, features, tokens[:0])
+        for r, end in zip(some, accumulate(counts), strict=True):
+            r.recall(Features(features, range(end - r.lag, end)))
 
     def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None, clock: Clock) -> Drafted:
         if deepen is not None:
@@ -418,4 +468,4 @@ class CudaDrafts(HostDrafts):
 def _overheads(plain: float) -> Overheads:
     """Return the time that rounds take beyond their passes, if a plain pass takes ``plain`` seconds."""
     host = max(_HOST - plain, 0.0)
-    return Overheads([host, 0.0, _HOSTED, host + _FOLLOWED])
+    return Overheads([host, 0.0, _HOSTED])

@@ -157,8 +157,8 @@ class BucketMemory:
         # Arrays of 8-byte values come first, so that they are aligned.
         self.given_layout = Fields(
             sampling=batch * 12, root_from=batch, root_to=batch, rows=batch, lens=batch, roots=batch, depths=batch,
-            done=batch, limits=batch, caps=batch, stops=batch * STOPS, stop_counts=batch, nodes=batch,
-            tree_offsets=batch + 1, edit_begins=batch, edit_counts=batch, live=1,
+            first_pages=batch, done=batch, limits=batch, caps=batch, stops=batch * STOPS, stop_counts=batch,
+            nodes=batch, tree_offsets=batch + 1, edit_begins=batch, edit_counts=batch, live=1,
         )  # fmt: skip
         self.trees_layout = Fields(
             tree_offsets=batch + 1, tree_tokens=batch * v, tree_parents=batch * v, tree_scores=batch * v
