@@ -51,7 +51,7 @@ class Run:
         drafting: Any = llm._runner.drafting
         policy, observe = drafting.speculation.policy, drafting.observe
         drafts: Any = llm._runner.executor.drafts
-        recall = drafts._recall
+        enter = drafts._enter
         policy.tail = TAIL
         monkeypatch.setattr(policy, "follows", lambda *_: True)
         monkeypatch.setattr(policy, "wait", lambda *_: rng.choice([0.0, 0.0, 1.0, 4.0, 9.0]))
@@ -69,12 +69,12 @@ class Run:
                         self.seen.append((seen, p.request.draft_from))
             observe(outcome)
 
-        def recalled(requests: Any) -> None:
-            self.recalled += sum(r.lag for r in requests if r.unkept)
-            recall(requests)
+        def entered(enters: Any, each: Any, recalls: bool) -> None:
+            self.recalled += sum(n for *_, n in each) if recalls else 0
+            enter(enters, each, recalls)
 
         monkeypatch.setattr(drafting, "observe", observed)
-        monkeypatch.setattr(drafts, "_recall", recalled)
+        monkeypatch.setattr(drafts, "_enter", entered)
 
 
 def prompts_of(rng: random.Random) -> list[list[int]]:

@@ -10,6 +10,7 @@ step, as `HostExecutor` does on any device. Its trees then enter a round at veri
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -23,11 +24,12 @@ from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
 from specrs.engine.config import EngineConfig
+from specrs.engine.devices.entering import Entering
 from specrs.engine.devices.graphs import MOST_AHEAD, Bucket
-from specrs.engine.devices.host import HostDrafted, HostDrafts, HostExecutor, Root
+from specrs.engine.devices.host import HostDrafted, HostDrafts, HostExecutor, Root, begun
 from specrs.engine.devices.launched import AskedRound, DeviceRoot, LaunchedRound
 from specrs.engine.devices.launches import Variant
-from specrs.engine.devices.memory import Activations, Models, Roots, buckets, longest_path
+from specrs.engine.devices.memory import Activations, Models, Roots, buckets, entering, longest_path
 from specrs.engine.devices.memory_plan import attention_passes
 from specrs.engine.drafting.ahead import (
     AheadTree,
@@ -95,7 +97,7 @@ class CudaExecutor(HostExecutor):
             self._sizes = buckets(config.max_batch)
             trees = head is not None or bool(config.sources)
             most = config.max_batch * (geometry.shape.draft_tokens if trees else 1)
-            rows, batch = max(most, config.prefill_chunk), config.max_batch
+            rows, batch = max(most, config.prefill_chunk, math.prod(entering(config))), config.max_batch
             target.reserve(rows, most)
             if head is not None:
                 rows = max(rows, batch * longest_path(config, geometry, trees=True))
@@ -121,6 +123,9 @@ class CudaExecutor(HostExecutor):
                 geometry, config, pool.num_pages, from_dlpack(self._table.tensor(dense.stream)), self._stream,
                 None if head is None else Activations(target, head, config, geometry),
             )  # fmt: skip
+            if isinstance(drafts, CudaDrafts):
+                most, wide = entering(config)
+                drafts.entering = [Entering(self._models, n, wide) for n in sorted({1, most})]
         self._buckets: dict[int, Bucket] = {}
 
     @contextmanager
@@ -136,8 +141,13 @@ class CudaExecutor(HostExecutor):
         shape = self.planner.geometry.shape
         if self.drafts is None:
             return self._speculation_of_trees(shape, pages)
-        measured = {b: [self._seconds(b, levels) for levels in (0, 1, shape.steps)] for b in {1, self._sizes[-1]}}
         self._warm(sorted(drafted_levels(shape)), pages)
+        measured = {}
+        for b in {1, self._sizes[-1]}:
+            with self._seated(b, pages) as seqs:
+                measured[b] = [
+                    self._seconds(b, levels, seqs, self._prompt_len(pages)) for levels in (0, 1, shape.steps)
+                ]
         plain, shallow, deep = measured[1]
         step = max(deep - shallow, 0.0) / max(shape.steps - 1, 1)
         extend = max(shallow - plain, 0.0)
@@ -177,13 +187,46 @@ class CudaExecutor(HostExecutor):
         )
         return self._ahead(costs, shape)
 
-    def _seconds(self, size: int, levels: int) -> float:
-        """Measure a round of a bucket in seconds. All seats are empty, but the passes still run over all rows.
+    @contextmanager
+    def _seated(self, size: int, pages: Pages) -> Iterator[list[core.Sequence]]:
+        """Give a bucket's seats to prompts that belong to no request, as many as the pool has room for."""
+        pool, most = pages.pool, self._prompt_len(pages) + self._measured_len + pages.round_positions
+        room = pool.stats()["free_pages"] // -(-most // pool.page_size) if most <= pages.most_tokens else 0
+        seqs = [pool.create() for _ in range(min(size, room))]
+        with pool.reserve([(seq, most) for seq in seqs]):
+            for seq in seqs:
+                self._read(seq, self._prompt_len(pages))
+            self._table.upload(self._dense.stream)
+            try:
+                yield seqs
+            finally:
+                self._table.forget()  # rounds may have remapped rows
+        pool.release(seqs)
+
+    def _prompt_len(self, pages: Pages) -> int:
+        """Return the number of tokens of a prompt that belongs to no request."""
+        return min(_PROMPT, pages.most_tokens, self._models.config.prefill_chunk)
+
+    @property
+    def _measured_len(self) -> int:
+        """The most positions that a request may commit while a round is measured."""
+        return (_RUNS + 5) * (self.planner.geometry.shape.steps + 1)
+
+    def _seconds(self, size: int, levels: int, seqs: Sequence[core.Sequence] = (), prompt: int = 0) -> float:
+        """Measure a round of a bucket in seconds. Empty seats take less time, but passes still run over their rows.
 
         Rounds without trees of the host are launched ahead. Their time is the time from one round to the next.
+
+        Args:
+            seqs: sequences that have seats.
+            prompt: positions that each of them has committed.
         """
-        bucket = self._of(size)
-        bucket.given.set_requests([], [], [], [], 1)
+        bucket, live = self._of(size), len(seqs)
+        nodes = most_nodes(self.planner.geometry.shape, levels)
+        bucket.given.set_requests(
+            [seq.row for seq in seqs], [prompt] * live, [0] * live, [levels] * live, nodes, levels,
+            [prompt + self._measured_len] * live,
+        )  # fmt: skip
         heads = self.drafts is not None
         variant = Variant(size, levels, heads and levels > 0, None, trees=levels > 0 and not heads)
         ahead = self._graphs and not variant.trees
@@ -203,12 +246,17 @@ class CudaExecutor(HostExecutor):
     def _warm(self, levels: Sequence[int], pages: Pages) -> None:
         """Run over a prompt and capture graphs, so that the first answer does not wait for this and take twice as long.
 
-        The graphs are those of one request alone and of a full batch, plain and with drafts of each of ``levels``,
-        greedy and sampled.
+        The graphs are those of each bucket, plain and with drafts of each of ``levels``, greedy and sampled. A batch
+        gets smaller as its requests end, so that it may run in any bucket.
         """
         self._prompt(pages)
+        if isinstance(self.drafts, CudaDrafts):
+            for enters in self.drafts.entering:
+                for recalls in (False, True):
+                    for _ in range(2):
+                        enters.launch(recalls)
         heads = self.drafts is not None
-        for size in {1, self._sizes[-1]} if self._graphs else ():
+        for size in self._sizes if self._graphs else ():
             bucket = self._of(size)
             bucket.given.set_requests([], [], [], [], 1)
             for edits in (None, bucket.given.least_room()):
@@ -220,37 +268,33 @@ class CudaExecutor(HostExecutor):
 
     def _prompt(self, pages: Pages) -> None:
         """Run both models over a prompt that belongs to no request."""
-        n = min(_PROMPT, pages.most_tokens, self._models.config.prefill_chunk)
-        tokens, aux = torch.zeros(n, dtype=torch.int64), self._features(self.drafts is not None, n)
-        seq = pages.pool.create()
+        n, seq = self._prompt_len(pages), pages.pool.create()
         with pages.pool.reserve([(seq, n)]):
-            plan = self.planner.extend([seq], [0], [n])
-            self._logits(tokens, plan, aux, tokens[:1])
-            if self.drafts is not None and aux is not None:
-                self.drafts.head.write(tokens, aux.layers, plan, self.drafts.cache)
-                self.drafts.head.extend(tokens, aux.layers, plan, self.drafts.cache, tokens[:1])
+            self._read(seq, n)
         pages.pool.release([seq])
 
-    def _recalling(self, pages: Pages) -> float:
-        """Measure in seconds what a request waits for until it drafts again: both models run over its last positions.
+    def _read(self, seq: core.Sequence, n: int) -> None:
+        """Run both models over the first positions of a sequence."""
+        tokens, aux = torch.zeros(n, dtype=torch.int64), self._features(self.drafts is not None, n)
+        plan = self.planner.extend([seq], [0], [n])
+        self._logits(tokens, plan, aux, tokens[:1])
+        if self.drafts is not None and aux is not None:
+            self.drafts.head.write(tokens, aux.layers, plan, self.drafts.cache)
+            self.drafts.head.extend(tokens, aux.layers, plan, self.drafts.cache, tokens[:1])
 
-        The host takes longer to launch these passes than the device takes to run them, for all but large models.
-        """
-        assert self.drafts is not None
-        n = min(TAIL, pages.most_tokens)
-        tokens, seq, seconds = torch.zeros(n, dtype=torch.int64), pages.pool.create(), []
+    def _recalling(self, pages: Pages) -> float:
+        """Measure in seconds how long both models run over a request's last positions, so that it drafts again."""
+        assert isinstance(self.drafts, CudaDrafts)
+        n, seq, seconds = min(TAIL, pages.most_tokens), pages.pool.create(), []
         with pages.pool.reserve([(seq, n)]):
-            for _ in range(_RUNS):
-                self._stream.synchronize()
+            for _ in range(_RUNS + 2):  # the first two allocate memory and capture a graph
                 started = time.perf_counter()
-                plan, aux = self.planner.extend([seq], [0], [n]), self._features(True, n)
-                assert aux is not None
-                self._logits(tokens, plan, aux, tokens[:0])
-                self.drafts.head.extend(tokens, aux.layers, plan, self.drafts.cache, tokens[:1])
+                plan = self.planner.extend([seq], [0], [n])
+                self.drafts.entering[0].run(plan, [[0] * (n + 1)], None, [seq.row])
                 self._stream.synchronize()
                 seconds.append(time.perf_counter() - started)
         pages.pool.release([seq])
-        return statistics.median(seconds)
+        return statistics.median(seconds[2:])
 
     def _of(self, size: int) -> Bucket:
         bucket = self._buckets.get(size)
@@ -370,18 +414,21 @@ class CudaExecutor(HostExecutor):
         # A graph keeps everything that it points at, weights too, until the core collects the graph.
         self._running = None
         self._buckets.clear()
+        if isinstance(self.drafts, CudaDrafts):
+            self.drafts.entering.clear()
         core._graph_collect(True)
 
 
 class CudaDrafts(HostDrafts):
     """The head's passes on a GPU. Roots stay on the GPU, and the host waits for nothing.
 
-    Rounds keep no features for requests that do not draft. If such a request is to draft again, the target runs once
-    more over the last positions that the head is to read. The KV of these positions is there already, and a pass over
-    them would write the same bits. So the pass writes none: their pages may be shared with the prefix cache.
+    Rounds keep no features for requests that do not draft. `Entering` says what happens if such a request drafts again.
 
     If the head gives NaN, its scores for every later root are NaN too. The round that drafts by such scores reports
     the fault (`Verified.faults`).
+
+    Attributes:
+        entering: passes up to roots, for more requests from one to the next.
     """
 
     def __init__(
@@ -395,13 +442,10 @@ class CudaDrafts(HostDrafts):
         config: EngineConfig,
     ) -> None:
         super().__init__(head, cache, planner, config, target.config.vocab_size)
-        self._roots, self._steps, self._target, self._target_cache = (
-            roots,
-            planner.geometry.shape.steps,
-            target,
-            target_cache,
-        )
+        self._roots, self._steps = roots, planner.geometry.shape.steps
+        self._target, self._target_cache = target, target_cache
         self.unites = unites(planner.geometry.shape)
+        self.entering: list[Entering] = []
 
     splits = False  # either is a matter of launches
 
@@ -413,17 +457,40 @@ class CudaDrafts(HostDrafts):
         return [None] * len(entries.counts)
 
     def extend(self, entries: Entries, clock: Clock) -> Sequence[object]:
+        found = [DeviceRoot(r.seq.row, r.draft_valid) for r in entries.requests]
+        requests, short = entries.requests, [n <= self.entering[-1].rows for n in entries.counts]
+        kinds = [(recalls, i) for i, recalls in enumerate([r.unkept for r in requests]) if short[i]]
+        for recalls in (False, True):
+            some = [i for kind, i in kinds if kind == recalls]
+            while some:
+                enters = next((e for e in self.entering if e.batch >= len(some)), self.entering[-1])
+                self._enter(
+                    enters, [(requests[i], entries.starts[i], entries.counts[i]) for i in some[: enters.batch]], recalls
+                )
+                some = some[enters.batch :]
+        rest = [i for i, n in enumerate(short) if not n]
+        if rest:
+            self._extend_all(entries.of(rest), [found[i] for i in rest])
+        return found
+
+    def _enter(self, enters: Entering, each: Sequence[tuple[Request, int, int]], recalls: bool) -> None:
+        starts, counts = [start for _, start, _ in each], [n for *_, n in each]
+        plan = begun(self._planner.extend([r.seq for r, *_ in each], starts, counts), [r for r, *_ in each])
+        texts = [r.tokens[start : start + n + 1] for r, start, n in each]
+        features = None if recalls else [r.oldest(n) for r, _, n in each]
+        enters.run(plan, texts, features, [r.seq.row for r, *_ in each])
+
+    def _extend_all(self, entries: Entries, found: Sequence[DeviceRoot]) -> None:
+        """Run the head over any number of positions, and store the roots."""
         dense, roots = cast(CudaDense, self.head.dense), self._roots
         self._recall(entries.requests)
         tokens, features, plan = self._inputs(entries)
-        found = [DeviceRoot(r.seq.row, r.draft_valid) for r in entries.requests]
         last = torch.tensor([end - 1 for end in accumulate(entries.counts)])
         kept_in = torch.tensor([root.row for root in found])
         at, (tokens, last, rows) = DevicePlan.of(dense, plan, self.cache.page_size, tokens, last, kept_in)
         logits, hidden = self.head.extend(tokens, features, cast(core.Plan, at), self.cache, last)
         for made, kept in ((logits, roots.logits), (hidden, roots.hidden)):
             core._device_copy_rows(made, None, kept, rows, None, dense.stream)
-        return found
 
     def _recall(self, requests: Sequence[Request]) -> None:
         """Make the features that wait again for requests whose features nobody kept."""

@@ -280,7 +280,7 @@ class HostDrafts:
             self.head.dense.kv_move(self.cache, self._planner.tail_copies(batch.seqs, batch.lens))
         steps = 0
         while steps < min(self._levels, max(depths)) - 1 and (deepen is None or deepen(beams, depths, steps + 1)):
-            plan = _begun(self._planner.draft(batch.seqs, batch.lens, steps, beams, self._mode), batch.requests)
+            plan = begun(self._planner.draft(batch.seqs, batch.lens, steps, beams, self._mode), batch.requests)
             tokens = from_dlpack(beams.tokens)
             # With one beam per request, each beam continues itself.
             inputs = hidden if shape.topk == 1 else hidden.index_select(0, from_dlpack(beams.parents).to(hidden.device))
@@ -315,7 +315,7 @@ class HostDrafts:
         each = list(zip(entries.requests, entries.starts, entries.counts, strict=True))
         tokens = torch.tensor([t for r, start, n in each for t in r.tokens[start + 1 : start + 1 + n]])
         plan = self._planner.extend(entries.seqs, entries.starts, entries.counts)
-        plan = _begun(plan, entries.requests)
+        plan = begun(plan, entries.requests)
         return tokens, gather(p for r, _, n in each for p in r.oldest(n)), plan
 
     def _lend(self, request: Request, logits: torch.Tensor, hidden: torch.Tensor) -> object:
@@ -334,7 +334,7 @@ class HostDrafts:
         self._lent.clear()
 
 
-def _begun(plan: core.Plan, requests: Sequence[Request]) -> core.Plan:
+def begun(plan: core.Plan, requests: Sequence[Request]) -> core.Plan:
     """Return the head's plan, changed so that it reads no draft KV from before each request's ``draft_from``."""
     starts = [r.draft_from for r in requests]
     return plan.attending_from(starts) if any(starts) else plan

@@ -57,6 +57,13 @@ class Entries:
     starts: list[int]
     counts: list[int]
 
+    def of(self, some: Sequence[int]) -> Entries:
+        """Return the entries of some of the requests."""
+        requests, seqs, starts, counts = self.requests, self.seqs, self.starts, self.counts
+        return Entries(
+            [requests[i] for i in some], [seqs[i] for i in some], [starts[i] for i in some], [counts[i] for i in some]
+        )
+
 
 class Pass(Protocol):
     """A pass of the target."""
