@@ -164,7 +164,8 @@ class CudaExecutor(HostExecutor):
             PassCost([1], [step], pace),
             PassCost([1, 2 * self._sizes[-1]], [extend, extend], pace),
             _overheads(plain),
-            PassCost([1], [self._recalling(pages)], pace),
+            self._entering(pages, recalls=False),
+            PassCost([1], [self._entering(pages, recalls=True)], pace),
         )
         return self._ahead(costs, shape)
 
@@ -282,15 +283,17 @@ class CudaExecutor(HostExecutor):
             self.drafts.head.write(tokens, aux.layers, plan, self.drafts.cache)
             self.drafts.head.extend(tokens, aux.layers, plan, self.drafts.cache, tokens[:1])
 
-    def _recalling(self, pages: Pages) -> float:
-        """Measure in seconds how long both models run over a request's last positions, so that it drafts again."""
+    def _entering(self, pages: Pages, recalls: bool) -> float:
+        """Measure in seconds the pass after which a request drafts for the first time, or again (``recalls``)."""
         assert isinstance(self.drafts, CudaDrafts)
         n, seq, seconds = min(TAIL, pages.most_tokens), pages.pool.create(), []
+        kept = self._features(True, n)
         with pages.pool.reserve([(seq, n)]):
             for _ in range(_RUNS + 2):  # the first two allocate memory and capture a graph
                 started = time.perf_counter()
                 plan = self.planner.extend([seq], [0], [n])
-                self.drafts.entering[0].run(plan, [[0] * (n + 1)], None, [seq.row])
+                features = None if recalls or kept is None else [[Features(kept, range(n))]]
+                self.drafts.entering[0].run(plan, [[0] * (n + 1)], features, [seq.row])
                 self._stream.synchronize()
                 seconds.append(time.perf_counter() - started)
         pages.pool.release([seq])

@@ -116,7 +116,7 @@ class TreePolicy:
         least = self.least_loss(batch, batch)
         if self.tail is not None:
             again, entries = 0, min(entries, self.tail)
-        price = self.waiting(entries, batch) + self.prefilling(again, batch) + least
+        price = self.entering(entries, batch) + self.prefilling(again, batch) + least
         # The bucket of a short answer may hold no round: then its draft KV would be for nothing.
         return least <= account.request.left and price <= account.engine.left * batch and price < remaining / 2
 
@@ -138,6 +138,11 @@ class TreePolicy:
         if self.costs.recall is not None:
             return self.costs.recall.at(lag) / self.costs.plain(batch) * batch
         return self.waiting(lag - 1, batch) + self.costs.draft_extend.at(1) / self.costs.plain(batch) * batch
+
+    def entering(self, tokens: int, batch: int, together: int = 1) -> float:
+        """Plain rounds that the draft KV of so many tokens of a prompt takes of a batch, in a pass over the prompts of
+        ``together`` requests."""
+        return self.waiting(tokens, batch) + self.costs.enter / self.costs.plain(batch) * batch / together
 
     def waiting(self, tokens: int, batch: int) -> float:
         """Plain rounds that the draft KV of so many tokens takes of a batch, which waits for it."""

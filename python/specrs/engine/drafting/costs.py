@@ -138,6 +138,7 @@ class Costs:
     """Measured passes of one engine, and what its rounds cost beside them.
 
     Attributes:
+        enter: the head's pass over the end of a prompt, in seconds; 0 where it takes no longer than its rows.
         recall: passes of target and head over so many positions whose features a device did not keep, until a request
             can draft again; ``None`` where features are kept.
     """
@@ -146,6 +147,7 @@ class Costs:
     draft_step: PassCost
     draft_extend: PassCost
     overhead: PassCost = field(default_factory=_overheads)
+    enter: float = 0.0
     recall: PassCost | None = None
 
     def plain(self, batch: int) -> float:

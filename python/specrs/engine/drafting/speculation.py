@@ -217,12 +217,12 @@ class AdaptiveTree(GivenTree):
         return account
 
     def prefilled(self, batch: Batch, counts: Sequence[int]) -> None:
+        together = max(sum(r.followed and r.ready for r in batch), 1)
         for r, n in zip(batch, counts, strict=True):
             if r.followed and self.tail is not None:
                 if r.ready:  # at once, for all that may come
-                    self.account(r).engine.pay(
-                        self.policy.waiting(r.draft_valid - r.draft_from, self._batch) / self._batch
-                    )
+                    price = self.policy.entering(r.draft_valid - r.draft_from, self._batch, together)
+                    self.account(r).engine.pay(price / self._batch)
             elif r.followed:
                 left = self._again.pop(r.request_id, 0)
                 again = min(left, n)
