@@ -214,7 +214,7 @@ class Bucket:
         return bool(int(self.collect(number)["header"][self.memory.ring.exit]) & ~_BUDGET)
 
     def holds(self, number: int) -> bool:
-        """Return whether device memory of rounds (features, root_logits) still has what this round left there."""
+        """Return whether device memory of rounds (`Launches.root_logits`) still has what this round left there."""
         return not self.looping and number == self.rounds - 1
 
     def holds_logits(self, number: int) -> bool:
