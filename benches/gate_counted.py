@@ -19,6 +19,7 @@ import specrs.engine.drafting.plans as plans_module
 import specrs.engine.rounds.runner as runner_module
 from gate_texts import CODE, KINDS
 from specrs import LLM, SamplingParams
+from specrs.engine.drafting.chooser import FROM_THE_BEGINNING
 from specrs.engine.drafting.costs import Costs, Overheads, PassCost
 from specrs.engine.drafting.plans import RoundOutcome
 from specrs.engine.drafting.sources import DraftSession
@@ -29,7 +30,6 @@ TABLE = {
     "target": (1.518, 1.650, 1.850, 2.420, 4.602, 9.294, 16.548),
     "draft_step": (0.237, 0.250, 0.266, 0.348, 0.646, 1.170, 2.147),
     "draft_extend": (0.324, 0.324, 0.324, 0.361, 0.461, 0.690, 1.134),
-    "draft_write": (0.136, 0.136, 0.136, 0.148, 0.171, 0.248, 0.431),
 }
 BESIDE = (0.1, 0.3)  # milliseconds of a plain round, and of one that drafts, beside its passes
 ASKED = 0.03  # milliseconds of asking a source of drafts once, merging what it says and judging it
@@ -68,7 +68,8 @@ class Counter:
         runner: Any = llm._runner
         tables = {name: PassCost(ROWS, [ms / 1e3 for ms in row]) for name, row in TABLE.items()}
         plain, drafting = (ms / 1e3 for ms in BESIDE)
-        self.costs = Frozen(**tables, overhead=Overheads([plain, drafting, drafting]))
+        extend = tables["draft_extend"]
+        self.costs = Frozen(**tables, enter=extend, resume=extend, overhead=Overheads([plain, drafting, drafting]))
         self._price(runner.executor.target, "forward", lambda n: self.costs.target.at(n))
         observe = runner.drafting.observe
 
@@ -87,7 +88,7 @@ class Counter:
             return
         head, costs = runner.executor.drafts.head, self.costs
         self._price(head, "step", lambda n: costs.draft_step.at(n))
-        self._price(head, "write", lambda n: costs.draft_write.at(n))
+        self._price(head, "write", lambda n: costs.draft_extend.at(n))
         self._price(head, "extend", lambda n: costs.draft_extend.at(n))
 
     def _price(self, owner: Any, name: str, price: Any) -> None:
@@ -213,7 +214,7 @@ class Fresh:
         self._known: dict[tuple[str, int, float, int], tuple[float, list[int]]] = {}
         self._default: tuple[Counter, LLM] | None = None
 
-    def begin(self, *tail: int | None) -> None:
+    def begin(self, *tail: int) -> None:
         """Use a new default engine from now on. tail: positions that its head reads before its first draft, if not the
         default."""
         if self._default is not None:
@@ -306,14 +307,14 @@ def tails(kinds: Sequence[str] = ("c", "python", "json", "sql", "mixed", "cjk"))
     """Gains of first requests of 256 greedy tokens, by how many positions the head reads before its first draft; "all"
     is a head that reads requests from their beginning, or not at all."""
     fresh, rows = Fresh(), dict[str, Any]()
-    for tail in (16, 32, 64, None):
+    for tail in (16, 32, 64, FROM_THE_BEGINNING):
         runs = []
         for kind in kinds:
             for seed, text in enumerate(KINDS[kind]):
                 fresh.begin(tail)
                 runs.append(fresh.run(text, 256, 0.0, seed))
         each = [round(plain / took, 3) for plain, took, _ in runs]
-        name = f"{'all' if tail is None else tail} positions"
+        name = f"{'all' if tail == FROM_THE_BEGINNING else tail} positions"
         rows[name] = {"ratio": round(_geometric(runs), 4), "requests": each}
         print(f"tails: {name}: {rows[name]}", flush=True)
     return rows

@@ -73,12 +73,14 @@ class Decoded:
 def policy(step: float = 0.2, growth: float = 0.02) -> TreePolicy:
     """Passes in seconds: the target's of one row takes 1 and ``growth`` for each row, the head's take ``step``; writing
     draft KV takes a little for each row."""
+    extend = PassCost(_ROWS, [step * (1.0 + 0.03 * r) for r in _ROWS])
     return TreePolicy(
         Costs(
             target=PassCost(_ROWS, [1.0 + growth * r for r in _ROWS]),
             draft_step=PassCost(_ROWS, [step] * 3),
-            draft_extend=PassCost(_ROWS, [step * (1.0 + 0.03 * r) for r in _ROWS]),
-            draft_write=PassCost([1, 2], [step * 0.03, step * 0.06]),
+            draft_extend=extend,
+            enter=extend,
+            resume=extend,
             overhead=Overheads([1e-4, 2e-4, 2e-4]),
         )
     )
@@ -101,7 +103,7 @@ def _round(
 ) -> None:
     """One round of a batch."""
     batch, costs, plain, kind = len(live), p.costs, p.costs.plain(len(live)), p.kind(1.0)
-    drafting = p.drafting([_room(p, r, batch) for r in live])
+    drafting = [lacks == 0.0 for lacks in p.lacking([_room(p, r, batch) for r in live])]
     for r, drafts in zip(live, drafting, strict=True):
         if drafts and r.lag is not None:
             waited = p.resuming(r.lag, batch)
@@ -166,9 +168,9 @@ def begin(
         prompt: tokens of its prompt.
     """
     account = p.account(1.0, prompt, batch, tokens)
-    follows = p.follows(account, batch, tokens, prompt, 0)
+    follows = p.follows(account, batch, tokens, prompt)
     if follows:
-        account.engine.pay(p.waiting(prompt, batch) / batch)
+        account.engine.pay(p.entering(prompt, batch) / batch)
     return Simulated(account, tokens, chance, tokens if ends is None else ends, follows=follows)
 
 

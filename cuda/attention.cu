@@ -209,12 +209,11 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
         const int32_t head = place.head;
         const int32_t split = place.split;
         const int32_t rows = r.queries * p.group - tile * M;  // rows of this tile; more than M: all
-        const int32_t *table =
-            reinterpret_cast<const int32_t *>(p.table) + static_cast<int64_t>(r.row) * p.table_width;
+        const int32_t *table = pages_of(p, r);
         const int32_t block_first = with_tail ? 0 : split * SPLIT_BLOCKS;
         // Under way while the rows are: pages of the first block, which may turn out to have fewer keys.
         const int32_t first_column = (block_first * BLOCK + thread) >> p.page_shift;
-        const int32_t first_page = !WIDE && first_column < p.table_width ? __ldg(table + first_column) : 0;
+        const int32_t first_page = !WIDE && first_column < p.table_width - r.page ? __ldg(table + first_column) : 0;
 
         __syncthreads();  // the item before has left shared memory
         if (thread == 0) {

@@ -121,7 +121,8 @@ __device__ __forceinline__ void load_keys(const uint8_t *plane, uint32_t entry, 
     }
 }
 
-// The slot of a position whose page is `page`; a page outside the cache is recorded.
+// The slot of a position whose page is `page`; a page outside the cache is recorded, with its number among those that
+// the request attends to.
 template <bool INLINE>
 __device__ __forceinline__ uint32_t slot_at(const AttentionParams &p, int32_t request, int32_t position, int32_t page) {
     if (!in_bounds(page, p.pages)) {
@@ -146,8 +147,7 @@ __device__ __forceinline__ void load_tiles(const AttentionParams &p, Shared<M> &
     for (int32_t item = blockIdx.x; item < items; item += gridDim.x) {
         const Place place = place_of<M>(p, mains, pairs, main_items, serial, item);
         const Request r = request_at<false>(p, place.request, false);
-        const int32_t *table =
-            reinterpret_cast<const int32_t *>(p.table) + static_cast<int64_t>(r.row) * p.table_width;
+        const int32_t *table = pages_of(p, r);
         const int32_t block_first = place.with_tail ? 0 : place.split * SPLIT_BLOCKS;
         const uint64_t head_offset = static_cast<uint64_t>(place.head) * (HD * 2);
         __syncthreads();  // the item before has left shared memory

@@ -47,8 +47,9 @@ __device__ __forceinline__ float none() { return __int_as_float(0xff800000); }  
 struct Request {
     int32_t first;    // first query
     int32_t queries;  // n
-    int32_t len;      // L: keys before the queries' own
+    int32_t len;      // L: keys before the queries' own, from the first page on
     int32_t row;      // row of the page table
+    int32_t page;     // column of the table at which the keys begin: positions below count from there
     bool refused;     // true if the queries are there, but nothing may be read for them
 };
 
@@ -61,6 +62,7 @@ __device__ __forceinline__ Request request_at(const AttentionParams &p, int32_t 
     const int32_t end = __ldg(starts + i + 1);
     r.len = __ldg(reinterpret_cast<const int32_t *>(p.lens) + i);
     r.row = p.rows != 0 ? __ldg(reinterpret_cast<const int32_t *>(p.rows) + i) : i;
+    r.page = p.first_pages != 0 ? __ldg(reinterpret_cast<const int32_t *>(p.first_pages) + i) : 0;
     r.queries = 0;
     r.refused = false;
     if (r.first == end) {
@@ -93,11 +95,17 @@ __device__ __forceinline__ Request request_at(const AttentionParams &p, int32_t 
             index = r.row;
             bound = p.table_rows;
             good = false;
+        } else if (!in_bounds(r.page, (r.len >> p.page_shift) + 1)) {
+            buffer = BUFFER_ATTENTION_FIRST_PAGES;
+            index = r.page;
+            bound = (r.len >> p.page_shift) + 1;
+            good = false;
         }
         r.refused = !good;
     }
     if (good) {
         r.queries = n;
+        r.len -= r.page << p.page_shift;
     } else if (report) {
         fault<INLINE>(p, buffer, i, -1, index, bound);
     }
@@ -143,6 +151,11 @@ __device__ __forceinline__ Row row_at(const AttentionParams &p, const Request &r
         row.cut = min(row.cut, r.len);  // draft slots lie by branch and step, never at their logical position
     }
     return row;
+}
+
+// The request's pages, from the first one that it attends to.
+__device__ __forceinline__ const int32_t *pages_of(const AttentionParams &p, const Request &r) {
+    return reinterpret_cast<const int32_t *>(p.table) + static_cast<int64_t>(r.row) * p.table_width + r.page;
 }
 
 template <int M>

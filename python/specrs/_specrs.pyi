@@ -569,13 +569,18 @@ class Plan:
     def attending_from(self, starts: _List[SupportsIndex]) -> Plan:
         """The same plan, of which each live request attends its positions from `starts[i]` on alone: for a draft
         model that began in the midst of a request, whose KV before that was never written. Each start is a multiple
-        of the page size and at most the request's prefix. Positions stay what they are; of format `"native"`, and
-        read by attention on the host alone.
+        of the page size and at most the request's prefix. Positions stay what they are; of format `"native"`.
         """
 
     @property
     def whole(self) -> bool:
         """Whether its requests attend all of their positions (`attending_from`)."""
+
+    @property
+    def first_pages(self) -> _List[int]:
+        """Column of the page table at which the keys of each request begin, dead ones included (`attending_from`);
+        empty where all begin at column 0.
+        """
 
     @property
     def phase(self) -> Literal["extend", "decode", "draft", "verify"]:
@@ -2352,6 +2357,7 @@ def _device_attention(
     lens: _Tensor,
     starts: _Tensor,
     mask: _Tensor | None,
+    first_pages: _Tensor | None = None,
     draft: tuple[SupportsIndex, SupportsIndex] | None,
     max_queries: SupportsIndex,
     scale: float,
@@ -2364,8 +2370,9 @@ def _device_attention(
     Query j of request i is row `starts[i] + j` of `q` [queries, heads, head_dim]. It attends to positions `[0,
     lens[i])` of row `rows[i]` (i without `rows`) of `table` [rows, width], whose pages hold `page_size` tokens, and
     then causally to `lens[i] ..= lens[i] + j`, or, with a `mask`, to `lens[i] + b` of each bit b of its word. `draft =
-    (K, S)`: bits are `branch * S + step`. `out` is of `q`'s type or `float32`. With a `cap` a scaled score x becomes
-    `cap * tanh(x / cap)`.
+    (K, S)`: bits are `branch * S + step`. With `first_pages` no query of request i attends to a position before page
+    `first_pages[i]` of its row. `out` is of `q`'s type or `float32`. With a `cap` a scaled score x becomes `cap *
+    tanh(x / cap)`.
     """
 
 def _error_examples() -> list[SpecrsError]:

@@ -114,6 +114,9 @@ impl KvLayerView {
 /// * without a mask: causally, to positions `lens[i] ..= lens[i] + j` (decode and chunked extend);
 /// * with one: to positions `lens[i] + b` of each bit b (a tree's node: itself and its ancestors; a draft step: the slots
 ///   of its earlier steps and its own, by branch and step).
+///
+/// With `first_pages` it attends to no position before page `first_pages[i]` of its row: a draft model that began in the
+/// midst of a request never wrote those. All lengths and positions stay what they are.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionBatch {
     table: DeviceSlice<i32>,
@@ -124,13 +127,14 @@ pub struct AttentionBatch {
     lens: DeviceSlice<i32>,
     starts: DeviceSlice<i32>,
     mask: Option<DeviceSlice<u64>>,
+    first_pages: Option<DeviceSlice<i32>>,
     /// Branches and steps of a draft's slots; their product is at most 64.
     draft: Option<(u32, u32)>,
 }
 
 impl AttentionBatch {
-    /// Check that the arrays fit each other: `table` is `[table rows, width]`, `lens` and `rows` are `[requests]` (without
-    /// `rows`, request i has row i), `starts` is `[requests + 1]`, `mask` is `[queries]`. `draft` gives (K, S) of a draft
+    /// Check that the arrays fit each other: `table` is `[table rows, width]`, `lens`, `rows` and `first_pages` are `[requests]`
+    /// (without `rows`, request i has row i), `starts` is `[requests + 1]`, `mask` is `[queries]`. `draft` gives (K, S) of a draft
     /// step, whose mask bits are `branch * S + step`.
     #[allow(clippy::too_many_arguments, reason = "the arrays of one format, checked together")]
     pub fn new(
@@ -141,6 +145,7 @@ impl AttentionBatch {
         lens: DeviceSlice<i32>,
         starts: DeviceSlice<i32>,
         mask: Option<DeviceSlice<u64>>,
+        first_pages: Option<DeviceSlice<i32>>,
         draft: Option<(u32, u32)>,
     ) -> Result<Self> {
         let requests = lens.len();
@@ -158,6 +163,9 @@ impl AttentionBatch {
             Some(rows) => fits("rows", rows.len(), requests, "as many as lens has")?,
             None => in_range("requests, without rows", requests as u64, 0, table_rows as i128).map(|_| ())?,
         }
+        if let Some(pages) = &first_pages {
+            fits("first pages", pages.len(), requests, "as many as lens has")?;
+        }
         if let Some((topk, steps)) = draft {
             in_range("draft branches", topk, 1, MASK_BITS.into())?;
             in_range("draft steps", steps, 1, MASK_BITS.into())?;
@@ -172,14 +180,18 @@ impl AttentionBatch {
         }
         let on = lens.device();
         let devices = [("page table", table.device()), ("starts", starts.device())];
-        let optional = [("rows", rows.map(|r| r.device())), ("mask", mask.map(|m| m.device()))];
+        let optional = [
+            ("rows", rows.map(|r| r.device())),
+            ("mask", mask.map(|m| m.device())),
+            ("first pages", first_pages.map(|p| p.device())),
+        ];
         let optional = optional.into_iter().filter_map(|(name, device)| Some((name, device?)));
         for (operand, device) in devices.into_iter().chain(optional) {
             if device != on {
                 return Err(device_mismatch(operand, device, on, "lens"));
             }
         }
-        Ok(Self { table, width, page, rows, lens, starts, mask, draft })
+        Ok(Self { table, width, page, rows, lens, starts, mask, first_pages, draft })
     }
 
     /// Requests, dead lanes of the bucket included.
@@ -230,6 +242,11 @@ impl AttentionBatch {
     /// One word for each query.
     pub fn mask(&self) -> Option<&DeviceSlice<u64>> {
         self.mask.as_ref()
+    }
+
+    /// Column of the table at which each request's keys begin.
+    pub fn first_pages(&self) -> Option<&DeviceSlice<i32>> {
+        self.first_pages.as_ref()
     }
 
     /// Branches and steps of a draft's slots.
@@ -305,8 +322,10 @@ mod tests {
     fn arrays_that_do_not_fit_each_other_are_refused() {
         let page = PageSize::new(16).unwrap();
         let batch = |table, width, rows, lens, starts, mask, draft| {
-            AttentionBatch::new(ints(table, 0), width, page, rows, ints(lens, 0), ints(starts, 0), mask, draft)
+            AttentionBatch::new(ints(table, 0), width, page, rows, ints(lens, 0), ints(starts, 0), mask, None, draft)
         };
+        let begun =
+            |pages| AttentionBatch::new(ints(40, 0), 10, page, None, ints(4, 0), ints(5, 0), None, Some(pages), None);
         let good = batch(40, 10, None, 4, 5, None, None).unwrap();
         assert_eq!((good.requests(), good.table_rows(), good.capacity()), (4, 4, 160));
         assert_eq!(batch(1 << 27, 1 << 27, None, 1, 2, None, None).unwrap().capacity(), i32::MAX - 1024);
@@ -322,5 +341,8 @@ mod tests {
         assert!(text(batch(40, 10, None, 4, 5, None, Some((8, 6)))).contains("draft step needs one"));
         assert!(text(batch(40, 10, None, 4, 5, Some(words(9)), Some((11, 6)))).contains("draft slots = 66"));
         assert!(text(batch(40, 10, Some(ints(4, 1)), 4, 5, None, None)).contains("rows: got a tensor on cuda:1"));
+        assert_eq!(begun(ints(4, 0)).unwrap().first_pages().map(DeviceSlice::len), Some(4));
+        assert!(text(begun(ints(5, 0))).contains("first pages: got 5 elements, want 4"));
+        assert!(text(begun(ints(4, 1))).contains("first pages: got a tensor on cuda:1"));
     }
 }

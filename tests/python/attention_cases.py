@@ -114,12 +114,14 @@ def slots_of(pages: list[int], size: int) -> torch.Tensor:
 
 @dataclass
 class Request:
-    """Queries [n, heads, dim] behind `length` keys that lie in `pages`, and a mask word each in a tree."""
+    """Queries [n, heads, dim] behind `length` keys that lie in `pages`, and a mask word each in a tree. They attend to
+    no page before number `first`."""
 
     pages: list[int]
     length: int
     q: torch.Tensor
     mask: list[int] | None = None
+    first: int = 0
 
 
 @dataclass
@@ -144,7 +146,7 @@ class Launch:
         # Columns and rows that nobody may read hold wild ids.
         table = torch.full((n + 2, width), 2**30 + 7, dtype=torch.int32)
         for i, r in enumerate(reqs):
-            table[where[i], : len(r.pages)] = torch.tensor(r.pages, dtype=torch.int32)
+            table[where[i], r.first : len(r.pages)] = torch.tensor(r.pages[r.first :], dtype=torch.int32)
         starts = [0]
         for r in reqs:
             starts.append(starts[-1] + len(r.q))
@@ -161,6 +163,9 @@ class Launch:
         lens = [r.length for r in reqs] + [-5] * self.dead  # a dead lane's length is not read
         a["lens"] = torch.tensor(lens, dtype=torch.int32, device=CUDA)
         a["starts"] = torch.tensor(starts, dtype=torch.int32, device=CUDA)
+        if any(r.first for r in reqs):
+            first = [r.first for r in reqs] + [-7] * self.dead  # not read, as a dead lane's length
+            a["first_pages"] = torch.tensor(first, dtype=torch.int32, device=CUDA)
         if any(r.mask is not None for r in reqs):
             words = [w - 2**64 if w >= 2**63 else w for r in reqs for w in r.mask or []]
             a["mask"] = torch.tensor(words + [-1] * self.slack, dtype=torch.int64, device=CUDA)
@@ -201,6 +206,7 @@ class Launch:
             "lens": a["lens"],
             "starts": a["starts"],
             "mask": a.get("mask"),
+            "first_pages": a.get("first_pages"),
             "draft": self.draft,
             "max_queries": self.max_queries,
             "scale": shape.factor,

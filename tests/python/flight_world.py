@@ -23,8 +23,9 @@ from reference_unite import Scored, unite
 from specrs import LLM
 from specrs import _specrs as core
 from specrs.engine import llm as engine
-from specrs.engine.devices.host import HostDrafts, HostExecutor, Root, likeliest
+from specrs.engine.devices.host import HostDrafts, HostExecutor, Root, begun, likeliest
 from specrs.engine.drafting.chooser import Kind, TreePolicy
+from specrs.engine.drafting.costs import PassCost
 from specrs.engine.drafting.levels import most_nodes, united_levels
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
@@ -81,6 +82,7 @@ class Seat:
     limit: int
     stops: frozenset[int]
     drafts: bool
+    first: int  # of the positions of which the head reads draft KV
     done: bool = False
 
 
@@ -213,12 +215,8 @@ class Round:
         return DeviceRoot(self.batch.seqs[request].row, self.batch.lens[request])
 
     def features(self, request: int, rows: Sequence[int]) -> Features:
-        found = self._held(self.device.holds(self.number))
-        assert found.features is not None and not self.drafted(request)
-        first = found.starts[self.places[request]]
-        index = torch.tensor([first + row for row in rows])
-        kept = found.features.stacked.index_select(1, index)  # the next pass overwrites them
-        return Features(FeatureRows(found.features.aux_layers, kept), range(len(rows)))
+        assert not self.drafted(request)
+        return Features.unkept(len(rows))
 
 
 @dataclass
@@ -232,6 +230,7 @@ class Told:
     ahead: int = 0  # of these, before the one before was collected
     lost: int = 0  # times that scores could not be looked at any more
     abandoned: int = 0
+    recalled: int = 0  # positions whose features were made again
     unsound: int = 0  # seats whose root gave no drafts
     united: int = 0  # rounds of the host's trees and the head's drafts
 
@@ -257,8 +256,9 @@ class Device(HostExecutor):
         return DeviceDrafts(self, head, cache, config)
 
     def policy(self, pages: Any) -> TreePolicy:
-        costs, steps = super().policy(pages).costs, self.planner.geometry.shape.steps
-        return TreePolicy(costs, [Kind.of(UNKNOWN, steps) for _ in HEATS])
+        policy, steps = super().policy(pages), self.planner.geometry.shape.steps
+        costs = replace(policy.costs, resume=PassCost([1], [policy.costs.target.at(1)]))
+        return TreePolicy(costs, [Kind.of(UNKNOWN, steps) for _ in HEATS], tail=policy.tail)
 
     # -- what the engine sees -------------------------------------------------------------------------------------
 
@@ -282,11 +282,11 @@ class Device(HostExecutor):
         return super().prefill(*args)
 
     def decode(self, batch: Batch, follow: bool) -> Any:
-        return self._launched(Asked(batch, [0] * len(batch)), follow)
+        return self._launched(Asked(batch, [0] * len(batch)))
 
     def verify(self, batch: Batch, drafted: Any, follow: bool) -> Any:
         if isinstance(drafted, Asked):
-            return self._launched(drafted, follow)
+            return self._launched(drafted)
         self._overwrite()
         return super().verify(batch, drafted, follow)
 
@@ -297,20 +297,21 @@ class Device(HostExecutor):
         else:
             super().commit(batch, lease, verified)
 
-    def _launched(self, asked: Asked, follow: bool) -> Round:
+    def _launched(self, asked: Asked) -> Round:
         batch, levels = asked.batch, max(asked.depths, default=0)
         seats = [
             Seat(r.seq, r.sampler, r.committed, r.tokens[-1], depth, r.ending.max_total - 1,
-                 r.ending.eos_ids | r.ending.stop_ids, depth > 0)
+                 r.ending.eos_ids | r.ending.stop_ids, depth > 0, r.head.first)
             for r, depth in zip(batch, asked.depths, strict=True)
         ]  # fmt: skip
-        waits = asked.given is not None
-        waits |= follow and not all(d > 0 or not r.head.followed for r, d in zip(batch, asked.depths, strict=True))
+        follow = levels > 0
         changing = any(
             (r.params.repetition_penalty, r.params.presence_penalty, r.params.frequency_penalty) != (1, 0, 0)
             for r in batch
         )
-        self._running = Run(seats, levels, follow, waits or changing or self.told.level == "off", asked.given)
+        self._running = Run(
+            seats, levels, follow, asked.given is not None or changing or self.told.level == "off", asked.given
+        )
         number = self._round(self._running)
         self.might("first")
         return Round(self, self._running, number, batch, range(len(batch)))
@@ -361,9 +362,8 @@ class Device(HostExecutor):
         for r in requests:
             if isinstance(r.head.root, DeviceRoot):
                 r.head.root = None
+            self.roots.pop(r.seq.row, None)
         self._overwrite()
-        for seat in self._running.seats if self._running is not None else ():
-            self.roots.pop(seat.seq.row, None)
         self._running, self._handed = None, self._next
 
     # -- the device's side: nothing of a request is read -----------------------------------------------------------
@@ -428,7 +428,7 @@ class Device(HostExecutor):
         unsound = {error.request: error for error in beams.faults}
         self.told.unsound += len(unsound)
         for step in range(run.levels - 1):
-            plan = self.planner.draft(seqs, lens, step, beams, drafts._mode)
+            plan = begun(self.planner.draft(seqs, lens, step, beams, drafts._mode), run.seats)  # type: ignore[arg-type]
             inputs = hidden if shape.topk == 1 else hidden.index_select(0, from_dlpack(beams.parents).to(torch.int64))
             logits, hidden = drafts._step(from_dlpack(beams.tokens), inputs, plan)
             beams.advance(logits)
@@ -478,6 +478,7 @@ class Device(HostExecutor):
         pieces = [Features(features, [by_seat[id(seat)] + node for node in path]) for seat, path, _ in each]
         counts = [len(path) for _, path, _ in each]
         plan = self.planner.extend([seat.seq for seat, _, _ in each], [seat.length for seat, _, _ in each], counts)
+        plan = begun(plan, [seat for seat, _, _ in each])  # type: ignore[misc]
         rows = torch.tensor([end - 1 for end in accumulate(counts)])
         logits, hidden = drafts._extend(tokens, gather(pieces), plan, rows)
         for i, (seat, _, _) in enumerate(each):
@@ -492,17 +493,38 @@ class Device(HostExecutor):
 class DeviceDrafts(HostDrafts):
     """The head's passes; roots stay on the device."""
 
+    splits = False
+
     def __init__(self, device: Device, head: Any, cache: Any, config: Any) -> None:
         super().__init__(head, cache, device.planner, config, device.target.config.vocab_size)
         self._device = device
 
     def write(self, entries: Any) -> Any:
         self._device.might("write")
+        self._recall(entries.requests)
         return super().write(entries)
 
     def extend(self, entries: Any) -> Any:
         self._device.might("extend")
+        self._recall(entries.requests)
         return super().extend(entries)
+
+    def _recall(self, requests: Sequence[Request]) -> None:
+        """Run the target again over positions whose features nobody kept. A GPU writes no KV in this pass; here the
+        pass shows that its KV has the bits that are there."""
+        for r in requests:
+            if r.head.unkept:
+                device, start = self._device, r.head.end
+                features = device._features(True, r.head.lag)
+                assert features is not None
+                before = device.cache.tensor.clone()
+                plan = self._planner.extend([r.seq], [start], [r.head.lag])
+                device._logits(
+                    torch.tensor(r.tokens[start : r.committed]), plan, features, torch.tensor([], dtype=torch.int64)
+                )
+                assert torch.equal(before.view(torch.uint8), device.cache.tensor.view(torch.uint8))
+                r.head.recall(Features(features, range(r.head.lag)))
+                device.told.recalled += r.head.lag
 
     def draft(self, batch: Batch, depths: Sequence[int], deepen: Any) -> Any:
         self._device.might("draft")

@@ -163,7 +163,7 @@ def world(
     """An engine whose target's passes take so many seconds, by their rows."""
     monkeypatch.setattr(gathering_module, "time", clock)
     dear = PassCost([1, 8], [9.0, 9.0])
-    costs = Costs(PassCost(list(rows), list(rows.values())), dear, dear, dear, Overheads([1e-4, 3e-4, 3e-4]))
+    costs = Costs(PassCost(list(rows), list(rows.values())), dear, dear, dear, dear, Overheads([1e-4, 3e-4, 3e-4]))
     gathering = Gathering(Sources(tuple(map(Source.of, sources)), VOCAB), 16, 15, tiers)
     policy, accounts = TreePolicy(costs), dict[int, Account]()
 

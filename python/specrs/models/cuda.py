@@ -435,6 +435,7 @@ class DevicePlan:
         table: pages of each request, int32 [rows, columns].
         mask: int64 [Q], or ``None`` of a causal plan.
         rows: each request's row of the table, int32 [B]; ``None`` where rows are in the order of requests.
+        first_pages: column of the table at which each request's keys begin, int32 [B]; ``None`` where it is the first.
         most_queries: most queries of one request.
         page_size: tokens of a page.
     """
@@ -449,21 +450,31 @@ class DevicePlan:
     rows: torch.Tensor | None
     most_queries: int
     page_size: int
+    first_pages: torch.Tensor | None = None
 
     @classmethod
     def of(
-        cls, dense: CudaDense, plan: Plan, page_size: int, *more: torch.Tensor
+        cls, dense: CudaDense, plan: Plan, page_size: int, *more: torch.Tensor, writes: bool = True
     ) -> tuple[DevicePlan, list[torch.Tensor]]:
-        """A plan of the host on the device, and more integers of the pass as int32 there: copied at once, since a copy
-        costs as much as some launches. Raises ConfigError for a mask of more than a word, and for a plan
-        that attends only a part of its requests."""
-        if not plan.whole:
-            raise ConfigError("plan that attends from a later position (attending_from): attention on a GPU reads all")
+        """Copy a plan of the host to the device, with more integers of the pass as int32.
+
+        There is one copy of all arrays, because a copy costs as much as some launches.
+
+        Args:
+            writes: False for a pass over positions whose KV is there already: it writes none.
+
+        Raises:
+            ConfigError: a mask has more than one word.
+        """
         starts, mask = from_dlpack(plan.qo_indptr), from_dlpack(plan.mask)
         table, lens = from_dlpack(plan.page_table()), from_dlpack(plan.prefix_lens)
         if mask.shape[1] > 1:
             raise ConfigError(f"mask of {mask.shape[1]} words: attention on a GPU takes one, 64 nodes or draft slots")
-        arrays = [from_dlpack(plan.positions), from_dlpack(plan.out_slots), lens, starts, table.reshape(-1)]
+        slots = from_dlpack(plan.out_slots)
+        slots = slots if writes else torch.zeros_like(slots)  # nothing is ever written to slot 0
+        arrays = [from_dlpack(plan.positions), slots, lens, starts, table.reshape(-1)]
+        if not plan.whole:
+            arrays.append(torch.tensor(plan.first_pages, dtype=torch.int32))
         words = mask.reshape(-1).view(torch.int32)  # first: their 8 bytes are aligned there
         arrays += [a.to(torch.int32) for a in more]
         buffer = dense.upload(torch.cat((words, *arrays)))
@@ -472,9 +483,12 @@ class DevicePlan:
         positions, out_slots, lens_there, starts_there = parts[1:5]
         ends = starts.tolist()
         most = max((end - first for first, end in pairwise(ends)), default=0)
-        there = parts[5].view(table.shape)
-        at = cls(plan.phase, positions, out_slots, lens_there, starts_there, there, masks, None, most, page_size)
-        return at, list(parts[6:])
+        there, rest = parts[5].view(table.shape), list(parts[6:])
+        first_pages = None if plan.whole else rest.pop(0)
+        at = cls(
+            plan.phase, positions, out_slots, lens_there, starts_there, there, masks, None, most, page_size, first_pages
+        )  # fmt: skip
+        return at, rest
 
     @property
     def queries(self) -> int:
@@ -547,6 +561,7 @@ class CudaAttention:
             lens=at.lens,
             starts=at.starts,
             mask=at.mask,
+            first_pages=at.first_pages,
             draft=self._draft if at.phase == "draft" else None,
             max_queries=at.most_queries,
             scale=heads.scale,

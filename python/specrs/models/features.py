@@ -85,10 +85,25 @@ class FeatureMemory:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Features of consecutive positions: rows, in order, of what a pass wrote."""
+    """Features of consecutive positions: rows, in order, of what a pass wrote.
 
-    memory: FeatureRows
+    Attributes:
+        memory: the pass's memory; ``None`` if nobody kept the features, so that the target has to run over these
+            positions again before they can be read.
+        rows: a row for each position.
+    """
+
+    memory: FeatureRows | None
     rows: Sequence[int]
+
+    @classmethod
+    def unkept(cls, count: int) -> Features:
+        """Return features of so many positions that nobody kept."""
+        return cls(None, range(count))
+
+    def longer(self, count: int) -> Features:
+        """Return features that nobody kept, of these positions and so many more."""
+        return Features.unkept(len(self) + count)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -97,7 +112,8 @@ class Features:
         return Features(self.memory, self.rows[positions])
 
     def read(self) -> torch.Tensor:
-        """[n_aux, n, h], a view where the rows ascend one by one."""
+        """[n_aux, n, h], a view where the rows ascend one by one. The features must have been kept."""
+        assert self.memory is not None
         first, n = self.rows[0], len(self.rows)
         if all(row == first + i for i, row in enumerate(self.rows)):
             return self.memory.stacked.narrow(1, first, n)

@@ -193,7 +193,7 @@ impl Attention {
     /// and waits for nothing, so it can be captured, best after [`prepare`](Self::prepare). `out` and `workspace` overlap
     /// neither each other nor anything that is read.
     ///
-    /// A page id, length, query start, table row or mask outside its bounds is recorded for
+    /// A page id, length, first page, query start, table row or mask outside its bounds is recorded for
     /// [`Device::check`](crate::device::Device::check): of a page the keys count as zeros, of the others the request's (a
     /// mask: the query's) output is 0.
     pub fn launch(&self, stream: Stream, call: &AttentionCall) -> Result<()> {
@@ -275,6 +275,7 @@ impl Attention {
             batch.lens().span(),
             batch.starts().span(),
             batch.mask().span(),
+            batch.first_pages().span(),
         ];
         disjoint(&[&[call.out.span(), call.workspace.span()]], &[&read])?;
         let tiling = tiling(&size, self.gpu)?;
@@ -315,6 +316,7 @@ impl Attention {
             lens: batch.lens().address(),
             starts: batch.starts().address(),
             mask: batch.mask().map_or(0, DeviceSlice::address),
+            first_pages: batch.first_pages().map_or(0, DeviceSlice::address),
             schedule: call.workspace.address(),
             partials,
             states: partials + slots * u64::from(tiling.slot_rows * size.head_dim) * 4,

@@ -28,6 +28,7 @@ declare! {
             BUFFER_ATTENTION_CACHE_PAGE = 105: "cache (page)",
             BUFFER_ATTENTION_MASK_BITS = 106: "mask (bit of no key)",
             BUFFER_ATTENTION_MASK_BRANCH = 107: "mask (nodes off the spine)",
+            BUFFER_ATTENTION_FIRST_PAGES = 108: "page table row (first page)",
         }
     }
     structs {
@@ -51,6 +52,9 @@ declare! {
             starts: u64,
             /// `uint64[queries]`: keys at L + bit; 0: causal.
             mask: u64,
+            /// `int32[requests]`: column of the table at which each request's keys begin, at most that of position L; 0: all
+            /// begin at column 0.
+            first_pages: u64,
             /// `int32[2 + 2 * requests]`: which items there are, from `attend` to `merge`.
             schedule: u64,
             /// `f32[slots, slot_rows, head_dim]`: sums of a split.

@@ -47,11 +47,13 @@ fn _device_attention_workspace(
 /// Query j of request i is row `starts[i] + j` of `q` [queries, heads, head_dim]. It attends to positions `[0, lens[i])` of
 /// row `rows[i]` (i without `rows`) of `table` [rows, width], whose pages hold `page_size` tokens, and then causally to
 /// `lens[i] ..= lens[i] + j`, or, with a `mask`, to `lens[i] + b` of each bit b of its word. `draft = (K, S)`: bits are
-/// `branch * S + step`. `out` is of `q`'s type or `float32`. With a `cap` a scaled score x becomes `cap * tanh(x / cap)`.
+/// `branch * S + step`. With `first_pages` no query of request i attends to a position before page `first_pages[i]` of its
+/// row. `out` is of `q`'s type or `float32`. With a `cap` a scaled score x becomes `cap * tanh(x / cap)`.
 #[pyfunction]
 #[allow(clippy::too_many_arguments, reason = "the operands of one launch, passed by name")]
 #[pyo3(signature = (
-    cache, layer, q, out, *, table, page_size, rows, lens, starts, mask, draft, max_queries, scale, cap=None, workspace, stream
+    cache, layer, q, out, *, table, page_size, rows, lens, starts, mask, first_pages=None, draft, max_queries, scale, cap=None,
+    workspace, stream
 ))]
 fn _device_attention(
     cache: &Bound<'_, PyAny>,
@@ -64,6 +66,7 @@ fn _device_attention(
     lens: &Bound<'_, PyAny>,
     starts: &Bound<'_, PyAny>,
     mask: Option<&Bound<'_, PyAny>>,
+    first_pages: Option<&Bound<'_, PyAny>>,
     draft: Option<(Int, Int)>,
     max_queries: Int,
     scale: f64,
@@ -76,8 +79,11 @@ fn _device_attention(
     let draft = draft.map(|(k, s)| Ok::<_, Error>((k.u32("draft branches")?, s.u32("draft steps")?))).transpose()?;
     let py = cache.py();
     let read = [("q", q), ("table", table), ("lens", lens), ("starts", starts), ("cache", cache)];
-    let (read, [rows, mask], [out, workspace]) =
-        Call::on_device().take(read, [("rows", rows), ("mask", mask)], [("out", out), ("workspace", workspace)])?;
+    let (read, [rows, mask, first_pages], [out, workspace]) = Call::on_device().take(
+        read,
+        [("rows", rows), ("mask", mask), ("first_pages", first_pages)],
+        [("out", out), ("workspace", workspace)],
+    )?;
     detached(py, || {
         let [q, table, lens, starts, cache_tensor] = &read;
         let ordinal = cache_tensor.cuda_ordinal()?;
@@ -94,6 +100,7 @@ fn _device_attention(
             lens.device_slice(ordinal)?,
             starts.device_slice(ordinal)?,
             mask.as_ref().map(|m| m.device_slice(ordinal)).transpose()?,
+            first_pages.as_ref().map(|p| p.device_slice(ordinal)).transpose()?,
             draft,
         )?;
         let call = AttentionCall {

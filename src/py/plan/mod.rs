@@ -91,8 +91,7 @@ impl Plan {
 
     /// The same plan, of which each live request attends its positions from `starts[i]` on alone: for a draft model that
     /// began in the midst of a request, whose KV before that was never written. Each start is a multiple of the page
-    /// size and at most the request's prefix. Positions stay what they are; of format `"native"`, and read by attention
-    /// on the host alone.
+    /// size and at most the request's prefix. Positions stay what they are; of format `"native"`.
     #[pyo3(signature = (starts))]
     fn attending_from(&self, starts: Vec<Int>) -> PyResult<Self> {
         let (plan, page) = (self.native("attending_from")?, self.plan.page().get());
@@ -124,6 +123,13 @@ impl Plan {
     #[getter]
     fn whole(&self) -> bool {
         self.first_pages.is_empty()
+    }
+
+    /// Column of the page table at which the keys of each request begin, dead ones included (`attending_from`); empty where
+    /// all begin at column 0.
+    #[getter]
+    fn first_pages(&self) -> Vec<u32> {
+        self.first_pages.to_vec()
     }
 
     /// `"extend"`, `"decode"`, `"draft"` or `"verify"`.

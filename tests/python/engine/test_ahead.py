@@ -50,9 +50,8 @@ class Launched(Drafting):
         self._batch = len(passed)
 
 
-def tree(rows: float = 0.0, overhead: float = 0.0, following: float = 0.0) -> Launched:
-    """rows: what a row to verify costs beside a pass; overhead: what a round that the host waits for does; following:
-    what a plain round does that the head follows."""
+def tree(rows: float = 0.0, overhead: float = 0.0) -> Launched:
+    """rows: what a row to verify costs beside a pass; overhead: what a round that the host waits for does."""
     pace = Pace()
     target = PassCost([1, 256], [PLAIN_SECONDS, PLAIN_SECONDS + 255 * rows], pace)
     extend = PassCost([1, 16], [EXTEND, EXTEND], pace)
@@ -61,8 +60,9 @@ def tree(rows: float = 0.0, overhead: float = 0.0, following: float = 0.0) -> La
             target,
             PassCost([1], [STEP], pace),
             extend,
-            PassCost([1], [0.0], pace),
-            Overheads([0.0, 0.0, overhead, following]),
+            extend,
+            extend,
+            Overheads([0.0, 0.0, overhead]),
         )
     )
 
@@ -109,19 +109,17 @@ def planned(speculation: Launched, r: Any) -> Any:
 
 def run(
     speculation: Launched, r: Any, chance: float, rng: random.Random, clock: list[float], beside: float = 0.0,
-    following: float = 0.0, plain: float = PLAIN_SECONDS, cold: bool = False,
+    plain: float = PLAIN_SECONDS, cold: bool = False,
 ) -> tuple[int, float]:  # fmt: skip
     """One round of a request alone whose every draft level is accepted with ``chance``: tokens, and the levels.
 
-    beside: seconds of a round with drafts that no model of passes has; plain: of a round without; following: what that
-    takes longer if the head follows the request.
+    beside: seconds of a round with drafts that no model of passes has; plain: of a round without.
     """
     plan = speculation.plan(Side([r]))  # type: ignore[arg-type]
     if plan.head is None:
-        seconds = plain + following * r.head.followed
-        clock[0] += seconds
+        clock[0] += plain
         r.tokens, r.remaining = [*r.tokens, 1], r.remaining - 1
-        speculation.ended(plan, [gave(r, 1)], seconds)
+        speculation.ended(plan, [gave(r, 1)], plain)
         return 1, 0
     levels = plan.levels
     accepted = 0
@@ -192,37 +190,13 @@ def test_text_that_the_head_knows_gains(clock: list[float]) -> None:
     assert (len(r.tokens) - 10) * PLAIN_SECONDS / clock[0] > 1.8
 
 
-@pytest.mark.parametrize("following", [0.1, 1.3])
-@pytest.mark.parametrize("guess", [0.2, 1.0, 3.0])
-def test_no_request_waits_where_waiting_costs(following: float, guess: float, clock: list[float]) -> None:
-    """A head that loses is given up, and tried again on what its kind has saved; one that wins drafts on."""
-    speculation, rng = tree(following=guess * following), random.Random(7)
-    ratios, waited = list[float](), list[int]()
-    for i in range(240):
-        chance = 0.1 if 40 <= i < 160 else 0.8
-        r, begun, waits = request(i, 160), clock[0], 0
-        r.head.followed = speculation.follows(r)
-        while r.remaining > 0:
-            followed = r.head.followed
-            _, levels = run(speculation, r, chance, rng, clock, following=following)
-            waits += followed and r.head.followed and not levels
-        ratios.append((len(r.tokens) - 10) * PLAIN_SECONDS / (clock[0] - begun))
-        waited.append(waits)
-        speculation.forget(r)
-    assert min(ratios[:40]) > 1.3, "the first request of an engine drafts"
-    lost = ratios[60:160]
-    assert len(lost) / sum(1 / ratio for ratio in lost) > 0.985 and min(lost) > 0.95, (min(lost), lost)
-    assert sum(waited) <= 2 * len(waited), "rounds that follow without drafts"
-    assert sum(ratio > 1.3 for ratio in ratios[180:]) > 55, "the head wins again, and is found out"
-
-
 def crowd(size: int, chances: Sequence[float], clock: list[float]) -> list[float]:
     """``size`` requests at once, of which one begins where another has ended: of each third of them, tokens in a plain
     round's time, over those of a full batch that decodes plainly.
 
     chances: of each request, that a level of its drafts is accepted.
     """
-    speculation, rng = tree(rows=3e-4, following=0.5), random.Random(9)
+    speculation, rng = tree(rows=3e-4), random.Random(9)
     live, ended, drawn, rates, since = list[Any](), 0, 0, list[float](), 0.0
     coming = list(enumerate(chances))
     while coming or live:
@@ -241,7 +215,7 @@ def crowd(size: int, chances: Sequence[float], clock: list[float]) -> list[float
             plan.resumes = entering > 0
             seconds = 3e-4 * (sum(sizes) - 1) + PLAIN_SECONDS + EXTEND + STEP * (levels - 1) + 0.2 * entering
         else:
-            seconds = PLAIN_SECONDS + 0.5 * any(r.head.followed for r in live)
+            seconds = PLAIN_SECONDS
         clock[0] += seconds
         passed = []
         for r, drafts in zip(live, drafting, strict=True):
@@ -376,7 +350,7 @@ def test_what_others_add_is_tried_again_and_seldom() -> None:
         for _ in range(count):
             joins.append(speculation.joins_others(plan.batch, [True], others(3.0)))
             shares = [Share([-0.1], 4 - added, 4)] if joins[-1] else None
-            speculation.ended(plan, [gave(r, 5 if joins[-1] else 3)], PLAIN_SECONDS, trees, shares)
+            speculation.ended(plan, [gave(r, 5 if joins[-1] else 3)], PLAIN_SECONDS + EXTEND + STEP, trees, shares)
         return joins
 
     speculation, r = tree(overhead=0.1 * PLAIN_SECONDS), request(0)

@@ -19,7 +19,6 @@ PRICES: dict[str, Callable[[int], float]] = {
     "target": lambda rows: 1.0 + 0.1 * rows,
     "step": lambda rows: 0.2 + 0.01 * rows,
     "extend": lambda rows: 0.25 + 0.02 * rows,
-    "write": lambda rows: 0.125 + 0.01 * rows,
 }
 
 
@@ -42,7 +41,6 @@ def test_a_slow_spell_changes_no_ratio(bytes_pair: Pair, spell: int, monkeypatch
     priced(LlamaModel, "forward", PRICES["target"])
     priced(Eagle3Head, "step", PRICES["step"])
     priced(Eagle3Head, "extend", PRICES["extend"])
-    priced(Eagle3Head, "write", PRICES["write"])
     with LLM(bytes_pair.target, bytes_pair.draft, max_batch=2) as llm:
         policy = llm._runner.drafting.policy
         assert policy is not None
@@ -53,4 +51,3 @@ def test_a_slow_spell_changes_no_ratio(bytes_pair: Pair, spell: int, monkeypatch
             assert costs.target.at(rows) / one == pytest.approx(PRICES["target"](rows), rel=0.01)
             assert costs.draft_step.at(rows) / one == pytest.approx(PRICES["step"](rows), rel=0.01)
             assert costs.draft_extend.at(rows) / one == pytest.approx(PRICES["extend"](rows), rel=0.01)
-            assert costs.draft_write.at(rows) / one == pytest.approx(PRICES["write"](rows), rel=0.01)

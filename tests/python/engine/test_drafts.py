@@ -5,6 +5,7 @@ What goes wrong on the draft's side costs acceptance alone: tokens stay exact, a
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -274,7 +275,7 @@ def test_chains_that_the_cost_model_cuts(pair: Pair, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(policy, "choose", choose)
     monkeypatch.setattr(policy, "deepen", lambda *_: rng.random() < 0.8)
-    monkeypatch.setattr(policy, "drafting", lambda rooms: [rng.random() < 0.8 for _ in rooms])
+    monkeypatch.setattr(policy, "lacking", lambda rooms: [0.0 if rng.random() < 0.8 else math.inf for _ in rooms])
     monkeypatch.setattr(drafting, "_room", lambda *_: 1.0)
     monkeypatch.setattr(policy, "follows", lambda *_: True)
     for i in range(4):

@@ -521,3 +521,23 @@ def test_a_cost_model_decides_flights(world: World, monkeypatch: pytest.MonkeyPa
         check(world, job, run(llm, job))
         idle(llm)
     assert device.ahead > 10
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("page", [1, 4])
+def test_requests_that_stop_drafting_fly_on_and_come_back(
+    world: World, page: int, level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their plain rounds keep no features, and the head begins where the target has run again."""
+    device, rng = Told(level=level), random.Random(page)
+    llm = flying(world.target, world.draft, monkeypatch, device, max_batch=4, max_context_len=CONTEXT, page_size=page)
+    policy: Any = llm._runner.drafting.policy
+    policy.tail = 5
+    monkeypatch.setattr(policy, "follows", lambda *_: True)
+    monkeypatch.setattr(policy, "wait", lambda *_: rng.choice([0.0, 1.0, 6.0]))
+    monkeypatch.setattr(policy, "lacking", lambda rooms: [0.0 if room > -math.inf else math.inf for room in rooms])
+    for _ in range(4):
+        job = work(rng, 8, penalties=0.0)
+        check(world, job, run(llm, job))
+        idle(llm)
+    assert device.ahead > 10 and device.recalled > 20

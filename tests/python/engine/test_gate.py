@@ -19,7 +19,7 @@ from modelzoo import Pair, write_target
 from reference_drafts import Tree
 from specrs import LLM, SamplingParams
 from specrs.drafters import Proposal
-from specrs.engine.drafting.chooser import TAIL, TreeChoice, TreePolicy
+from specrs.engine.drafting.chooser import FROM_THE_BEGINNING, TAIL, TreeChoice, TreePolicy
 from specrs.engine.drafting.plans import RoundPlan
 
 
@@ -67,7 +67,7 @@ def policy_of(llm: LLM) -> TreePolicy:
     return policy
 
 
-def begins(llm: LLM, tail: int | None) -> None:
+def begins(llm: LLM, tail: int) -> None:
     """The head may begin anywhere, so many positions before its first draft, or reads requests from their beginning."""
     policy_of(llm).tail = tail
 
@@ -79,7 +79,9 @@ def decide(monkeypatch: pytest.MonkeyPatch, llm: LLM, follows: bool, wait: float
     """The head follows every request, or none, and each of their rounds is as said."""
     monkeypatch.setattr(policy_of(llm), "follows", lambda *_: follows)
     monkeypatch.setattr(policy_of(llm), "wait", lambda *_: wait)
-    monkeypatch.setattr(policy_of(llm), "drafting", lambda rooms: [room > -math.inf for room in rooms])
+    monkeypatch.setattr(
+        policy_of(llm), "lacking", lambda rooms: [0.0 if room > -math.inf else math.inf for room in rooms]
+    )
     monkeypatch.setattr(policy_of(llm), "choose", lambda batch, nodes, *_: _all(nodes))
     monkeypatch.setattr(policy_of(llm), "deepen", lambda *_: True)
 
@@ -116,11 +118,11 @@ def test_a_head_given_up_midway_shares_all_that_the_target_computed(
     pair: Pair, anywhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(pair.target, pair.draft, page_size=4)
-    begins(llm, TAIL if anywhere else None)
+    begins(llm, TAIL if anywhere else FROM_THE_BEGINNING)
     decide(monkeypatch, llm, True, GIVE_UP)
     run = Counted(llm, monkeypatch)
     answer, _ = run.turn(PROMPT, 40)
-    assert run.head == [len(PROMPT) - 1]
+    assert run.head == [len(PROMPT)]
     pool = llm._runner.pages.pool
     row, shared, drafted = pool.cache_lookup([*PROMPT, *answer])
     assert (shared, drafted) == (48, 8)
@@ -144,7 +146,7 @@ def test_draft_kv_that_the_cache_lacks_is_written_once(
     """One request computes a prompt without the head; the next has the head, and computes it again into pages of its
     own; they replace the first one's, so that the third shares all of it. Drafts are as from scratch."""
     run = Watched(LLM(pair.target, pair.draft, page_size=page_size, prefill_chunk=7))
-    begins(run.llm, None)
+    begins(run.llm, FROM_THE_BEGINNING)
     prompt = [3, 1, 4, 1, 5, 2, 0, 5, 3, 5, 2, 4, 1, 2, 3, 1, 4, 4, 0, 2, 5]
     cached = []
     for follows in (False, True, True):
@@ -212,7 +214,7 @@ def test_a_head_that_begins_late_drafts_as_one_that_sees_nothing_before(
 def test_a_request_that_won_leaves_whole_pages_of_draft_kv(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The request's last round completes a page: its draft KV is written, so that a next turn can go on from there."""
     llm = LLM(pair.target, pair.draft, page_size=4)
-    begins(llm, None)
+    begins(llm, FROM_THE_BEGINNING)
     decide(monkeypatch, llm, True, DRAFT)
     pool, whole = llm._runner.pages.pool, 0
     for paid in (True, False):
@@ -256,7 +258,6 @@ def test_plain_rounds_of_requests_that_wait_ask_nothing(pair: Pair, monkeypatch:
     llm = LLM(pair.target, pair.draft, page_size=4, max_batch=2, max_context_len=256)
     policy = policy_of(llm)
     monkeypatch.setattr(policy, "follows", lambda *_: True)
-    monkeypatch.setattr(policy, "waiting", lambda *_: 0.0)  # lost time can be saved again
     for bucket in policy.buckets:
         bucket.left = -0.5
     asked: list[int] = []

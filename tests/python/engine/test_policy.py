@@ -6,7 +6,6 @@ import itertools
 import math
 import operator
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -291,7 +290,7 @@ def test_the_first_request_of_an_engine_drafts_from_its_first_round(machine: str
     p = policy(*MACHINES[machine])
     r = begin(p, 64, 0.9)
     assert r.follows and p.wait(r.account, 1, 0, r.lag) == 0.0
-    assert p.drafting([r.account.room(0, 1) - p.resuming(r.lag, 1)]) == [True]
+    assert p.lacking([r.account.room(0, 1) - p.resuming(r.lag, 1)]) == [0.0]
     assert decode(p, [r], random.Random(1)).took < 0.75 * 64
 
 
@@ -326,7 +325,6 @@ def test_a_request_waits_until_it_can_pay_and_no_longer() -> None:
     rng, waited = random.Random(5), 0
     for _ in range(400):
         p = policy(step=rng.choice((0.05, 0.2, 0.6)), growth=rng.choice((0.01, 0.05)))
-        p.costs = replace(p.costs, draft_write=PassCost([1], [0.0]))  # features that wait cost nothing
         batch, produced = rng.choice((1, 4)), rng.randrange(60)
         account = p.account(0.0, 0, batch, 600)
         account.room(produced, batch)
@@ -334,7 +332,7 @@ def test_a_request_waits_until_it_can_pay_and_no_longer() -> None:
         account.engine.pay(rng.uniform(-0.5, 4.0))
         wait = p.wait(account, batch, produced, 1)
         if wait == 0.0:
-            assert account.room(produced, batch) >= p.least_loss(batch, batch)
+            assert account.room(produced, batch) >= p.resuming(1, batch) + p.least_loss(batch, batch)
             continue
         request, engine = account.request.left, account.engine.left
         waited += 1
@@ -344,24 +342,20 @@ def test_a_request_waits_until_it_can_pay_and_no_longer() -> None:
     assert waited > 100
 
 
-def test_a_request_whose_features_cost_more_than_it_earns_waits_for_ever() -> None:
-    p = policy(step=0.5)
-    account = p.account(0.0, 0, 1, 500)
-    account.pay(10.0, 1)
-    assert p.waiting(1, 1) > RATE and p.wait(account, 1, 10, 10) == math.inf
-
-
 def test_a_round_is_drafted_by_as_many_as_can_each_pay_their_share() -> None:
     p, rng = policy(step=0.4), random.Random(3)
     four, one = p.least_loss(4, 4), p.least_loss(4, 1)
     assert four < 1.0 < one, "the fewer draft, the more each of them may lose"
-    assert p.drafting([four] * 4) == [True] * 4
-    assert p.drafting([four, 0.0, 0.0, 0.0]) == [False] * 4
-    assert p.drafting([one, 0.0, -math.inf, 0.0]) == [True, False, False, False]
-    assert p.drafting([-math.inf] * 2) == [False] * 2
+    two = p.least_loss(4, 2)
+    assert p.lacking([four] * 4) == [0.0] * 4
+    assert p.lacking([four, 0.0, 0.0, 0.0]) == [one - four, one, one, one]
+    assert p.lacking([one, 0.0, -math.inf, 0.0]) == [0.0, two, math.inf, two]
+    assert p.lacking([-math.inf] * 2) == [math.inf] * 2
     for _ in range(500):
         rooms = [rng.choice([-math.inf, rng.uniform(-0.5, 3.0)]) for _ in range(rng.randrange(1, 9))]
-        drafting = p.drafting(rooms)
+        lacking = p.lacking(rooms)
+        drafting = [lacks == 0.0 for lacks in lacking]
+        assert min(lacking) >= 0.0
         paying = [room for room, drafts in zip(rooms, drafting, strict=True) if drafts]
         assert all(room >= p.least_loss(len(rooms), len(paying)) for room in paying)
         most = [n for n in range(1, len(rooms) + 1) if sorted(rooms)[-n] >= p.least_loss(len(rooms), n)]
@@ -392,18 +386,17 @@ def test_no_round_risks_all_that_may_be_lost() -> None:
 
 
 def test_a_request_is_followed_where_the_bank_pays_and_its_length_may_win_it_back() -> None:
-    def first(p: TreePolicy, tokens: int, prompt: int, batch: int = 1, again: int = 0) -> bool:
-        return p.follows(p.account(0.0, prompt, batch, tokens), batch, tokens, prompt, again)
+    def first(p: TreePolicy, tokens: int, prompt: int, batch: int = 1) -> bool:
+        return p.follows(p.account(0.0, prompt, batch, tokens), batch, tokens, prompt)
 
     assert first(policy(), 16, 0) and first(policy(), 160, 50) and first(policy(), 10**6, 0)
     assert not first(policy(), 160, 10_000), "a prompt whose draft KV the engine does not pay"
     assert not first(policy(), 4, 0), "an answer whose bucket holds no round"
     assert not first(policy(), 10, 900) and first(policy(), 160, 900), "an answer that cannot win its draft KV back"
-    assert not first(policy(), 160, 0, again=500) and first(policy(), 160, 0, again=5)
     p = policy()
     p.buckets[0].pay(ENGINE)
     assert not first(p, 160, 0)
-    assert p.follows(p.account(1.0, 0, 1, 160), 1, 160, 0, 0), "kinds have buckets of their own"
+    assert p.follows(p.account(1.0, 0, 1, 160), 1, 160, 0), "kinds have buckets of their own"
 
 
 def test_a_head_is_taken_for_what_its_file_says() -> None:
@@ -423,6 +416,6 @@ def test_a_head_that_may_begin_anywhere_comes_back() -> None:
 
 def test_a_head_that_may_begin_anywhere_follows_long_prompts() -> None:
     p = policy()
-    assert not p.follows(p.account(0.0, 0, 1, 160), 1, 160, 100_000, 500)
+    assert not p.follows(p.account(0.0, 0, 1, 160), 1, 160, 100_000)
     p.tail = TAIL
-    assert p.follows(p.account(0.0, 0, 1, 160), 1, 160, 100_000, 500)
+    assert p.follows(p.account(0.0, 0, 1, 160), 1, 160, 100_000)

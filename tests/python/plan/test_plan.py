@@ -176,6 +176,7 @@ def test_a_plan_may_attend_from_a_later_page() -> None:
         plan = planner.extend([seq], [9], [2], pad=(2, 4))
         late = plan.attending_from([8])
         assert plan.whole and not late.whole
+        assert plan.first_pages == [] and late.first_pages == [2, 0]
         assert late.positions.tolist() == plan.positions.tolist() and late.prefix_lens.tolist() == [9, 0]
         assert not plan.attending_from([0]).whole
         for starts, why in (([2], "multiple of the page size 4"), ([12], "at most the prefix 9"), ([-4], "starts")):

@@ -80,15 +80,17 @@ def calibrated(
     costs = [PassCost(table, [alone * ratio for ratio in some], pace) for some in ratios]
     if head is None:
         nothing = PassCost([1], [0.0], pace)
-        return TreePolicy(Costs(costs[0], nothing, nothing, nothing))
+        return TreePolicy(Costs(costs[0], nothing, nothing, nothing, nothing))
     steps = planner.geometry.shape.steps
-    return TreePolicy(Costs(costs[0], costs[1], costs[2], costs[3]), [Kind.of(one, steps) for one in head[0].acceptance])
+    return TreePolicy(
+        Costs(costs[0], costs[1], costs[2], costs[2], costs[2]), [Kind.of(one, steps) for one in head[0].acceptance]
+    )
 
 
 def _of_head(
     target: LlamaModel, head: Eagle3Head, cache: KvMemory, most: int
-) -> list[Callable[[int, core.Plan], None]]:
-    """Return functions that run a draft step, a draft_extend and a draft_write of up to ``most`` rows."""
+) -> tuple[Callable[[int, core.Plan], None], Callable[[int, core.Plan], None]]:
+    """Return functions that run a draft step and a draft_extend of up to ``most`` rows."""
     at, host = target.ops.placement, target.ops.dense.host
     aux = at.empty(len(head.aux_layers), most, target.config.hidden_size).zero_()
     hidden = at.empty(most, head.config.hidden_size).zero_()
@@ -100,7 +102,4 @@ def _of_head(
     def extend(n: int, plan: core.Plan) -> None:
         host(head.extend(torch.zeros(n, dtype=torch.int64), [a[:n] for a in aux], plan, cache, last)[0])
 
-    def write(n: int, plan: core.Plan) -> None:
-        head.write(torch.zeros(n, dtype=torch.int64), [a[:n] for a in aux], plan, cache)
-
-    return [step, extend, write]
+    return step, extend

@@ -10,6 +10,7 @@ step, as `HostExecutor` does on any device. Its trees then enter a round at veri
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -23,13 +24,14 @@ from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
 from specrs.engine.config import EngineConfig
+from specrs.engine.devices.entering import Entering
 from specrs.engine.devices.graphs import MOST_AHEAD, Bucket
-from specrs.engine.devices.host import HostDrafted, HostDrafts, HostExecutor, Root
+from specrs.engine.devices.host import HostDrafted, HostDrafts, HostExecutor, Root, begun
 from specrs.engine.devices.launched import AskedRound, DeviceRoot, LaunchedRound
 from specrs.engine.devices.launches import Variant
-from specrs.engine.devices.memory import Activations, Models, Roots, buckets, longest_path
+from specrs.engine.devices.memory import Activations, Models, Roots, buckets, entering, longest_path
 from specrs.engine.devices.memory_plan import attention_passes
-from specrs.engine.drafting.chooser import Kind, TreePolicy
+from specrs.engine.drafting.chooser import TAIL, Kind, TreePolicy
 from specrs.engine.drafting.costs import Costs, Overheads, Pace, PassCost
 from specrs.engine.drafting.levels import can_unite, drafted_levels, levels_for, most_nodes, tiers, united_levels
 from specrs.engine.request.batch import Batch
@@ -40,16 +42,16 @@ from specrs.models.acceptance import HEATS, UNKNOWN
 from specrs.models.config import LayerConfig
 from specrs.models.cuda import CudaDense, CudaLinear, DevicePlan
 from specrs.models.eagle3 import Eagle3Head
-from specrs.models.features import FeatureRows
+from specrs.models.features import FeatureRows, Features
 from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
 
 _RUNS = 5  # measured runs of a round
 _PROMPT = 64  # tokens of the prompt that warms the passes up
 # Guesses, in seconds, of the host's time in a round, used before any round has run. `_HOST` is its part of a plain
-# round, which is the lower bound for small models. `_HOSTED` and `_FOLLOWED` are times for which the device waits for
-# the host: in a round with the host's trees, and in a plain round that the head follows.
-_HOST, _HOSTED, _FOLLOWED = 4e-4, 2e-4, 4e-4
+# round, which is the lower bound for small models. `_HOSTED` is the time for which the device waits for the host in a
+# round with the host's trees.
+_HOST, _HOSTED = 4e-4, 2e-4
 
 
 class CudaExecutor(HostExecutor):
@@ -88,7 +90,7 @@ class CudaExecutor(HostExecutor):
             self._sizes = buckets(config.max_batch)
             trees = head is not None or bool(config.sources)
             most = config.max_batch * (geometry.shape.draft_tokens if trees else 1)
-            rows, batch = max(most, config.prefill_chunk), config.max_batch
+            rows, batch = max(most, config.prefill_chunk, math.prod(entering(config))), config.max_batch
             target.reserve(rows, most)
             if head is not None:
                 rows = max(rows, batch * longest_path(config, geometry, trees=True))
@@ -114,6 +116,9 @@ class CudaExecutor(HostExecutor):
                 geometry, config, pool.num_pages, from_dlpack(self._table.tensor(dense.stream)), self._stream,
                 None if head is None else Activations(target, head, config, geometry),
             )  # fmt: skip
+            if isinstance(drafts, CudaDrafts):
+                most, wide = entering(config)
+                drafts.entering = [Entering(self._models, n, wide) for n in sorted({1, most})]
         self._buckets: dict[int, Bucket] = {}
 
     @contextmanager
@@ -123,15 +128,19 @@ class CudaExecutor(HostExecutor):
 
     def _drafts(self, head: Eagle3Head, cache: KvMemory, config: EngineConfig) -> HostDrafts:
         self._roots = Roots(head, config.max_batch)
-        vocab_size = self.target.config.vocab_size
-        return CudaDrafts(self._roots, head, cache, self.planner, config, vocab_size)
+        return CudaDrafts(self._roots, head, cache, self.target, self.cache, self.planner, config)
 
     def policy(self, pages: Pages) -> TreePolicy:
         shape = self.planner.geometry.shape
         if self.drafts is None:
             return self._policy_of_trees(shape, pages)
-        measured = {b: [self._seconds(b, levels) for levels in (0, 1, shape.steps)] for b in {1, self._sizes[-1]}}
         self._warm(sorted(drafted_levels(shape)), pages)
+        measured = {}
+        for b in {1, self._sizes[-1]}:
+            with self._seated(b, pages) as seqs:
+                measured[b] = [
+                    self._seconds(b, levels, seqs, self._prompt_len(pages)) for levels in (0, 1, shape.steps)
+                ]
         plain, shallow, deep = measured[1]
         step = max(deep - shallow, 0.0) / max(shape.steps - 1, 1)
         extend = max(shallow - plain, 0.0)
@@ -147,7 +156,8 @@ class CudaExecutor(HostExecutor):
             PassCost(rows, [target[n] for n in rows], pace),
             PassCost([1], [step], pace),
             PassCost([1, 2 * self._sizes[-1]], [extend, extend], pace),
-            PassCost([1], [0.0], pace),  # hidden behind the rounds in flight
+            PassCost([1], [self._entering(pages, recalls=False)], pace),
+            PassCost([1], [self._entering(pages, recalls=True)], pace),
             _overheads(plain),
         )
         return self._expecting(costs, shape)
@@ -155,7 +165,7 @@ class CudaExecutor(HostExecutor):
     def _expecting(self, costs: Costs, shape: core.TreeShape) -> TreePolicy:
         head = None if self.drafts is None else self.drafts.head
         expected = (UNKNOWN,) * len(HEATS) if head is None else head.acceptance
-        return TreePolicy(costs, [Kind.of(one, shape.steps) for one in expected])
+        return TreePolicy(costs, [Kind.of(one, shape.steps) for one in expected], tail=TAIL)
 
     def _policy_of_trees(self, shape: core.TreeShape, pages: Pages) -> TreePolicy:
         """Return a policy for an engine without a head. The host makes its drafts, so only verification costs time."""
@@ -164,18 +174,53 @@ class CudaExecutor(HostExecutor):
         target = {b * most_nodes(shape, n): self._seconds(b, n) for b in sizes for n in (0, *deep)}
         self._warm(sorted({levels_for(shape, n) for n in tiers(shape.draft_tokens)}), pages)
         rows, nothing = sorted(target), PassCost([1], [0.0], pace)
-        costs = Costs(PassCost(rows, [target[n] for n in rows], pace), nothing, nothing, nothing, _overheads(target[1]))
+        costs = Costs(
+            PassCost(rows, [target[n] for n in rows], pace), nothing, nothing, nothing, nothing, _overheads(target[1])
+        )
         return self._expecting(costs, shape)
 
-    def _seconds(self, size: int, levels: int) -> float:
-        """Measure a round of a bucket in seconds. All seats are empty, but the passes still run over all rows.
+    @contextmanager
+    def _seated(self, size: int, pages: Pages) -> Iterator[list[core.Sequence]]:
+        """Give a bucket's seats to prompts that belong to no request, as many as the pool has room for."""
+        pool, most = pages.pool, self._prompt_len(pages) + self._measured_len + pages.round_positions
+        room = pool.stats()["free_pages"] // -(-most // pool.page_size) if most <= pages.most_tokens else 0
+        seqs = [pool.create() for _ in range(min(size, room))]
+        with pool.reserve([(seq, most) for seq in seqs]):
+            for seq in seqs:
+                self._read(seq, self._prompt_len(pages))
+            self._table.upload(self._dense.stream)
+            try:
+                yield seqs
+            finally:
+                self._table.forget()  # rounds may have remapped rows
+        pool.release(seqs)
+
+    def _prompt_len(self, pages: Pages) -> int:
+        """Return the number of tokens of a prompt that belongs to no request."""
+        return min(_PROMPT, pages.most_tokens, self._models.config.prefill_chunk)
+
+    @property
+    def _measured_len(self) -> int:
+        """The most positions that a request may commit while a round is measured."""
+        return (_RUNS + 5) * (self.planner.geometry.shape.steps + 1)
+
+    def _seconds(self, size: int, levels: int, seqs: Sequence[core.Sequence] = (), prompt: int = 0) -> float:
+        """Measure a round of a bucket in seconds. Empty seats take less time, but passes still run over their rows.
 
         Rounds without trees of the host are launched ahead. Their time is the time from one round to the next.
+
+        Args:
+            seqs: sequences that have seats.
+            prompt: positions that each of them has committed.
         """
-        bucket = self._of(size)
-        bucket.given.set_requests([], [], [], [], 1)
+        bucket, live = self._of(size), len(seqs)
+        nodes = most_nodes(self.planner.geometry.shape, levels)
+        bucket.given.set_requests(
+            [seq.row for seq in seqs], [prompt] * live, [0] * live, [levels] * live, nodes, levels,
+            [prompt + self._measured_len] * live,
+        )  # fmt: skip
         heads = self.drafts is not None
-        variant = Variant(size, levels, heads, None, trees=levels > 0 and not heads)
+        variant = Variant(size, levels, heads and levels > 0, None, trees=levels > 0 and not heads)
         ahead = self._graphs and not variant.trees
         seconds = []
         last = bucket.launch(variant, self._graphs)
@@ -193,34 +238,57 @@ class CudaExecutor(HostExecutor):
     def _warm(self, levels: Sequence[int], pages: Pages) -> None:
         """Run over a prompt and capture graphs, so that the first answer does not wait for this and take twice as long.
 
-        The graphs are those of one request alone and of a full batch, plain and with drafts of each of ``levels``,
-        greedy and sampled.
+        The graphs are those of each bucket, plain and with drafts of each of ``levels``, greedy and sampled. A batch
+        gets smaller as its requests end, so that it may run in any bucket.
         """
         self._prompt(pages)
+        if isinstance(self.drafts, CudaDrafts):
+            for enters in self.drafts.entering:
+                for recalls in (False, True):
+                    for _ in range(2):
+                        enters.launch(recalls)
         heads = self.drafts is not None
-        for size in {1, self._sizes[-1]} if self._graphs else ():
+        for size in self._sizes if self._graphs else ():
             bucket = self._of(size)
             bucket.given.set_requests([], [], [], [], 1)
             for edits in (None, bucket.given.least_room()):
                 plain = Variant(size, 0, False, edits)
-                followed = [replace(plain, follow=True)] if heads else []
                 drafting = [Variant(size, n, heads, edits, trees=not heads) for n in levels]
-                for variant in (plain, *followed, *drafting):
+                for variant in (plain, *drafting):
                     while variant not in bucket.graphs and bucket.runs[variant] >= 0:
                         bucket.collect(bucket.launch(variant, self._graphs))
 
     def _prompt(self, pages: Pages) -> None:
         """Run both models over a prompt that belongs to no request."""
-        n = min(_PROMPT, pages.most_tokens, self._models.config.prefill_chunk)
-        tokens, aux = torch.zeros(n, dtype=torch.int64), self._features(self.drafts is not None, n)
-        seq = pages.pool.create()
+        n, seq = self._prompt_len(pages), pages.pool.create()
         with pages.pool.reserve([(seq, n)]):
-            plan = self.planner.extend([seq], [0], [n])
-            self._logits(tokens, plan, aux, tokens[:1])
-            if self.drafts is not None and aux is not None:
-                self.drafts.head.write(tokens, aux.layers, plan, self.drafts.cache)
-                self.drafts.head.extend(tokens, aux.layers, plan, self.drafts.cache, tokens[:1])
+            self._read(seq, n)
         pages.pool.release([seq])
+
+    def _read(self, seq: core.Sequence, n: int) -> None:
+        """Run both models over the first positions of a sequence."""
+        tokens, aux = torch.zeros(n, dtype=torch.int64), self._features(self.drafts is not None, n)
+        plan = self.planner.extend([seq], [0], [n])
+        self._logits(tokens, plan, aux, tokens[:1])
+        if self.drafts is not None and aux is not None:
+            self.drafts.head.write(tokens, aux.layers, plan, self.drafts.cache)
+            self.drafts.head.extend(tokens, aux.layers, plan, self.drafts.cache, tokens[:1])
+
+    def _entering(self, pages: Pages, recalls: bool) -> float:
+        """Measure in seconds the pass after which a request drafts for the first time, or again (``recalls``)."""
+        assert isinstance(self.drafts, CudaDrafts)
+        n, seq, seconds = min(TAIL, pages.most_tokens), pages.pool.create(), []
+        kept = self._features(True, n)
+        with pages.pool.reserve([(seq, n)]):
+            for _ in range(_RUNS + 2):  # the first two allocate memory and capture a graph
+                started = time.perf_counter()
+                plan = self.planner.extend([seq], [0], [n])
+                features = None if recalls or kept is None else [[Features(kept, range(n))]]
+                self.drafts.entering[0].run(plan, [[0] * (n + 1)], features, [seq.row])
+                self._stream.synchronize()
+                seconds.append(time.perf_counter() - started)
+        pages.pool.release([seq])
+        return statistics.median(seconds[2:])
 
     def _of(self, size: int) -> Bucket:
         bucket = self._buckets.get(size)
@@ -242,16 +310,16 @@ class CudaExecutor(HostExecutor):
         return super()._logits(tokens, cast(core.Plan, at), aux, None if rows is None else kept)
 
     def decode(self, batch: Batch, follow: bool) -> Verified:
-        return self._launched(AskedRound(batch, [0] * len(batch), 0), follow)
+        return self._launched(AskedRound(batch, [0] * len(batch), 0))
 
     def verify(self, batch: Batch, drafted: Drafted, follow: bool) -> Verified:
         if isinstance(drafted, AskedRound):
-            return self._launched(drafted, follow)
+            return self._launched(drafted)
         made, shape = cast(Watched, drafted), self.planner.geometry.shape
         # If the head is up to date, it runs over the accepted tokens, as if the device had drafted.
         levels = shape.steps if isinstance(drafted, HostDrafted) else levels_for(shape, max(made.trees.sizes))
         depths = [levels if r.head.followed and r.head.root is not None else 0 for r in batch]
-        return self._launched(AskedRound(batch, depths, levels), follow, made)
+        return self._launched(AskedRound(batch, depths, levels), made)
 
     def commit(self, batch: Batch, lease: core.Lease, verified: Verified) -> None:
         if isinstance(verified, LaunchedRound):
@@ -260,7 +328,7 @@ class CudaExecutor(HostExecutor):
         else:
             super().commit(batch, lease, verified)
 
-    def _launched(self, asked: AskedRound, follow: bool, host_drafted: Watched | None = None) -> LaunchedRound:
+    def _launched(self, asked: AskedRound, host_drafted: Watched | None = None) -> LaunchedRound:
         """Launch a round with drafts that the device makes, drafts that the host has made, or both."""
         batch, levels, shape = asked.batch, asked.levels, self.planner.geometry.shape
         trees, drafts = None if host_drafted is None else host_drafted.trees, 0
@@ -273,19 +341,16 @@ class CudaExecutor(HostExecutor):
         limits, stops = [r.ending.max_total - 1 for r in batch], [r.ending.eos_ids | r.ending.stop_ids for r in batch]
         tokens = [r.tokens[-1] for r in batch]
         rows = [q.row for q in batch.seqs]
-        given.set_requests(rows, batch.lens, tokens, asked.depths, nodes, levels, limits, stops)
+        first_pages = [r.head.first // self.planner.geometry.page_size for r in batch]
+        given.set_requests(rows, batch.lens, tokens, asked.depths, nodes, levels, limits, stops, first_pages)
         moving = any(r.draws.grammar is not None for r in batch)
         edits = given.set_samplers([r.sampler for r in batch], moving)
         self._table.upload(self._dense.stream)
         if trees is not None:
             given.set_trees(trees)
-        variant = Variant(bucket.batch, levels, follow, edits, trees=trees is not None, drafts=drafts)
+        variant = Variant(bucket.batch, levels, any(asked.depths), edits, trees=trees is not None, drafts=drafts)
         number = bucket.launch(variant, self._graphs)
-        # If a followed request does not draft, the host has to take its features from this round before the next one.
-        waits = follow and not all(
-            depth > 0 or not r.head.followed for r, depth in zip(batch, asked.depths, strict=True)
-        )
-        self._needs_sync = waits or given.changing or trees is not None or self._level == "off"
+        self._needs_sync = given.changing or trees is not None or self._level == "off"
         return LaunchedRound(batch, bucket, number, variant, range(len(batch)), host_drafted)
 
     @property
@@ -343,14 +408,21 @@ class CudaExecutor(HostExecutor):
         # A graph keeps everything that it points at, weights too, until the core collects the graph.
         self._running = None
         self._buckets.clear()
+        if isinstance(self.drafts, CudaDrafts):
+            self.drafts.entering.clear()
         core._graph_collect(True)
 
 
 class CudaDrafts(HostDrafts):
     """The head's passes on a GPU. Roots stay on the GPU, and the host waits for nothing.
 
+    Rounds keep no features for requests that do not draft. `Entering` says what happens if such a request drafts again.
+
     If the head gives NaN, its scores for every later root are NaN too. The round that drafts by such scores reports
     the fault (`Verified.faults`).
+
+    Attributes:
+        entering: passes up to roots, for more requests from one to the next.
     """
 
     def __init__(
@@ -358,31 +430,75 @@ class CudaDrafts(HostDrafts):
         roots: Roots,
         head: Eagle3Head,
         cache: KvMemory,
+        target: LlamaModel,
+        target_cache: KvMemory,
         planner: core.Planner,
         config: EngineConfig,
-        vocab_size: int,
     ) -> None:
-        super().__init__(head, cache, planner, config, vocab_size)
+        super().__init__(head, cache, planner, config, target.config.vocab_size)
         self._roots, self._steps = roots, planner.geometry.shape.steps
+        self._target, self._target_cache = target, target_cache
         self._unites = can_unite(planner.geometry.shape)
+        self.entering: list[Entering] = []
 
     def write(self, entries: Entries) -> list[core.NonFiniteError | None]:
+        self._recall(entries.requests)
         tokens, features, plan = self._inputs(entries)
         at, (tokens,) = DevicePlan.of(cast(CudaDense, self.head.dense), plan, self.cache.page_size, tokens)
         self.head.write(tokens, features, cast(core.Plan, at), self.cache)
         return [None] * len(entries.counts)
 
     def extend(self, entries: Entries) -> Sequence[object]:
-        dense, roots = cast(CudaDense, self.head.dense), self._roots
-        tokens, features, plan = self._inputs(entries)
         found = [DeviceRoot(r.seq.row, r.head.end) for r in entries.requests]
+        requests, short = entries.requests, [n <= self.entering[-1].rows for n in entries.counts]
+        kinds = [(recalls, i) for i, recalls in enumerate([r.head.unkept for r in requests]) if short[i]]
+        for recalls in (False, True):
+            some = [i for kind, i in kinds if kind == recalls]
+            while some:
+                enters = next((e for e in self.entering if e.batch >= len(some)), self.entering[-1])
+                self._enter(
+                    enters, [(requests[i], entries.starts[i], entries.counts[i]) for i in some[: enters.batch]], recalls
+                )
+                some = some[enters.batch :]
+        rest = [i for i, n in enumerate(short) if not n]
+        if rest:
+            self._extend_all(entries.of(rest), [found[i] for i in rest])
+        return found
+
+    def _enter(self, enters: Entering, each: Sequence[tuple[Request, int, int]], recalls: bool) -> None:
+        starts, counts = [start for _, start, _ in each], [n for *_, n in each]
+        plan = begun(self._planner.extend([r.seq for r, *_ in each], starts, counts), (r.head for r, *_ in each))
+        texts = [r.tokens[start : start + n + 1] for r, start, n in each]
+        features = None if recalls else [r.head.oldest(n) for r, _, n in each]
+        enters.run(plan, texts, features, [r.seq.row for r, *_ in each])
+
+    def _extend_all(self, entries: Entries, found: Sequence[DeviceRoot]) -> None:
+        """Run the head over any number of positions, and store the roots."""
+        dense, roots = cast(CudaDense, self.head.dense), self._roots
+        self._recall(entries.requests)
+        tokens, features, plan = self._inputs(entries)
         last = torch.tensor([end - 1 for end in accumulate(entries.counts)])
         kept_in = torch.tensor([root.row for root in found])
         at, (tokens, last, rows) = DevicePlan.of(dense, plan, self.cache.page_size, tokens, last, kept_in)
         logits, hidden = self.head.extend(tokens, features, cast(core.Plan, at), self.cache, last)
         for made, kept in ((logits, roots.logits), (hidden, roots.hidden)):
             core._device_copy_rows(made, None, kept, rows, None, dense.stream)
-        return found
+
+    def _recall(self, requests: Sequence[Request]) -> None:
+        """Make the features that wait again for requests whose features nobody kept."""
+        some = [r for r in requests if r.head.unkept]
+        if not some:
+            return
+        target, memory = self._target, self._target.features
+        assert memory is not None
+        starts, counts = [r.head.end for r in some], [r.head.lag for r in some]
+        tokens = torch.tensor([t for r, start in zip(some, starts, strict=True) for t in r.tokens[start : r.committed]])
+        plan = self._planner.extend([r.seq for r in some], starts, counts)
+        dense, features = cast(CudaDense, self.head.dense), memory.once(len(tokens))
+        at, (tokens,) = DevicePlan.of(dense, plan, self._target_cache.page_size, tokens, writes=False)
+        target.forward(tokens, cast(core.Plan, at), self._target_cache, features, tokens[:0])
+        for r, end in zip(some, accumulate(counts), strict=True):
+            r.head.recall(Features(features, range(end - r.head.lag, end)))
 
     def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None) -> Drafted:
         if deepen is not None:
@@ -411,4 +527,4 @@ class CudaDrafts(HostDrafts):
 def _overheads(plain: float) -> Overheads:
     """Return the time that rounds take beyond their passes, if a plain pass takes ``plain`` seconds."""
     host = max(_HOST - plain, 0.0)
-    return Overheads([host, 0.0, _HOSTED, host + _FOLLOWED])
+    return Overheads([host, 0.0, _HOSTED])

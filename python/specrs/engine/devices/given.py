@@ -54,6 +54,7 @@ class Given:
         cap: int = 0,
         limits: Sequence[int] = (),
         stops: Sequence[Collection[int]] = (),
+        first_pages: Sequence[int] = (),
     ) -> None:
         """Set the requests of the next launch.
 
@@ -66,13 +67,14 @@ class Given:
             cap: the depth to which drafting requests draft in rounds behind this one.
             limits: the committed length at which each request ends.
             stops: the tokens at which each request ends.
+            first_pages: the column of the page table at which the head's KV of each request begins.
         """
         live, n = len(rows), self._numbers
         self.live = live
         caps = [cap if depth > 0 else 0 for depth in depths]
         fields = [
             ("rows", rows, -1), ("lens", lens, 0), ("roots", tokens, 0), ("depths", depths, 0), ("caps", caps, 0),
-            ("limits", limits or [2**31 - 1] * live, 0),
+            ("limits", limits or [2**31 - 1] * live, 0), ("first_pages", first_pages or [0] * live, 0),
         ]  # fmt: skip
         for name, values, dead in fields:
             n[name][:live], n[name][live:] = values, dead

@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,46 @@ _COLD = 1  # runs of a variant before it is captured; these load kernels and gro
 _DOUBTS = 3  # captures during which memory is allocated, before the variant itself is taken to be the cause
 MOST_AHEAD = 8  # the most rounds of a loop
 _BUDGET = 32  # `EXIT_BUDGET` of src/round/round_end.rs: the loop has run all rounds that it was launched for
+
+
+class AllocatedError(RuntimeError):
+    """Memory was allocated during a capture, perhaps by another thread."""
+
+
+def record(models: Models, keep: list[object], launches: Callable[[int], None], loop: bool = False) -> core._Graph:
+    """Capture launches as a CUDA graph, without running them.
+
+    Args:
+        models: the models and everything else that the launches use.
+        keep: objects whose memory the launches use.
+        launches: makes the launches; gets the handle of the loop, or 0 without one.
+        loop: True for launches that are the body of a loop.
+
+    Raises:
+        AllocatedError: torch handed out memory meanwhile.
+        RuntimeError: scratch memory moved within the capture.
+        GraphCaptureError: something else broke the capture.
+    """
+    cuda, epoch, stream = models.dense.placement.device, models.epoch, models.dense.stream
+    allocated, collecting = _allocations(cuda), gc.isenabled()
+    gc.disable()  # destroying an object within the capture could break the capture
+    try:
+        if loop:
+            core._device_round_end_load(cuda.index)
+            graph = core._Graph.loop(cuda.index, stream, launches, keep)
+        else:
+            graph = core._Graph.capture(cuda.index, stream, lambda: launches(0), keep)
+        if models.epoch != epoch:
+            raise RuntimeError("scratch memory moved within the capture")
+        if _allocations(cuda) != allocated:
+            raise AllocatedError("torch allocated memory within the capture")
+    except (RuntimeError, core.GraphCaptureError):
+        models.dense.forget()
+        raise
+    finally:
+        if collecting:
+            gc.enable()
+    return graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +107,7 @@ class Bucket:
         self.graphs: dict[Variant, _Captured] = {}
         self.doubts: Counter[Variant] = Counter()
         self.runs: Counter[Variant] = Counter()
-        self._captured_at = self._epoch
+        self._captured_at = self.models.epoch
 
     # -- launching ------------------------------------------------------------------------------------------------
 
@@ -83,10 +124,10 @@ class Bucket:
         """
         number = self.rounds
         self.rounds, self.looping, self.overtaken = number + 1, variant.loop, False
-        if self._epoch != self._captured_at:  # scratch memory that graphs were captured with has moved
+        if self.models.epoch != self._captured_at:  # scratch memory that graphs were captured with has moved
             self.graphs.clear()
             self.runs.clear()
-            self._captured_at = self._epoch
+            self._captured_at = self.models.epoch
         kept = self.graphs.get(variant)
         self.cold = graphs and kept is None
         if kept is None and graphs and (variant.loop or self.runs[variant] >= _COLD):
@@ -110,51 +151,33 @@ class Bucket:
         It can if the variant has a graph over the present memory and no capture of its loop has failed.
         """
         again = replace(variant, loop=True)
-        return variant in self.graphs and self._epoch == self._captured_at and self.runs[again] >= 0
-
-    @property
-    def _epoch(self) -> int:
-        """The number of moves so far of the scratch memory that a round's launches use.
-
-        This memory has the activations of both models and the workspaces of products and attention. All other memory
-        of a round stays in place as long as this bucket exists.
-        """
-        m = self.models
-        return m.dense.memory.moves + m.target.moves + (0 if m.head is None else m.head.moves)
+        return variant in self.graphs and self.models.epoch == self._captured_at and self.runs[again] >= 0
 
     def _capture(self, variant: Variant) -> _Captured | None:
         """Capture a graph of the variant's launches without running them. Returns ``None`` if the capture fails."""
-        ordinal, epoch, stream = self._cuda.index, self._epoch, self.models.dense.stream
-        keep = self.launches.kept()
         made: list[torch.Tensor] = []
-        allocated, collecting = _allocations(self._cuda), gc.isenabled()
-        gc.disable()  # destroying an object within the capture could break the capture
+
+        def launches(handle: int) -> None:
+            made.append(self.launches.run(variant, handle))
+
         try:
-            if variant.loop:
-                core._device_round_end_load(ordinal)
-                graph = core._Graph.loop(
-                    ordinal, stream, lambda handle: made.append(self.launches.run(variant, handle)), keep
-                )
-            else:
-                graph = core._Graph.capture(ordinal, stream, lambda: made.append(self.launches.run(variant, 0)), keep)
-            if self._epoch != epoch:
-                raise RuntimeError("scratch memory moved within the capture")
-            if _allocations(self._cuda) != allocated:
-                # Another thread may have allocated; then a later capture works.
-                self.doubts[variant] += 1
-                if self.doubts[variant] < _DOUBTS:
-                    return None
-                raise RuntimeError("torch allocated memory within the capture")
-        except (RuntimeError, core.GraphCaptureError) as error:
-            self.models.dense.forget()
-            self.runs[variant] = -sys.maxsize  # never try again
-            warnings.warn(f"{variant} runs without a CUDA graph: {error}", RuntimeWarning, stacklevel=2)
+            graph = record(self.models, self.launches.kept(), launches, variant.loop)
+        except AllocatedError as error:
+            # Another thread may have allocated; then a later capture works.
+            self.doubts[variant] += 1
+            if self.doubts[variant] >= _DOUBTS:
+                self._fail(variant, error)
             return None
-        finally:
-            if collecting:
-                gc.enable()
+        except (RuntimeError, core.GraphCaptureError) as error:
+            self._fail(variant, error)
+            return None
         self.graphs[variant] = captured = _Captured(graph, made[-1])
         return captured
+
+    def _fail(self, variant: Variant, error: Exception) -> None:
+        """Run a variant without a graph from now on."""
+        self.runs[variant] = -sys.maxsize  # never try again
+        warnings.warn(f"{variant} runs without a CUDA graph: {error}", RuntimeWarning, stacklevel=4)
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -191,7 +214,7 @@ class Bucket:
         return bool(int(self.collect(number)["header"][self.memory.ring.exit]) & ~_BUDGET)
 
     def holds(self, number: int) -> bool:
-        """Return whether device memory of rounds (features, root_logits) still has what this round left there."""
+        """Return whether device memory of rounds (`Launches.root_logits`) still has what this round left there."""
         return not self.looping and number == self.rounds - 1
 
     def holds_logits(self, number: int) -> bool:

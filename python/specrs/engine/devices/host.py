@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +23,7 @@ from specrs.engine.config import EngineConfig
 from specrs.engine.devices.calibration import calibrated
 from specrs.engine.drafting.chooser import TAIL, TreePolicy
 from specrs.engine.request.batch import Batch
+from specrs.engine.request.head_state import HeadState
 from specrs.engine.request.request import Request
 from specrs.engine.rounds.executor import Deepen, Drafted, Entries, Verified, Watched
 from specrs.engine.rounds.pages import Pages
@@ -286,7 +287,7 @@ class HostDrafts:
             self.head.dense.kv_move(self.cache, self._planner.tail_copies(batch.seqs, batch.lens))
         steps = 0
         while steps < min(self._levels, max(depths)) - 1 and (deepen is None or deepen(beams, depths, steps + 1)):
-            plan = _begun(self._planner.draft(batch.seqs, batch.lens, steps, beams, self._mode), batch.requests)
+            plan = begun(self._planner.draft(batch.seqs, batch.lens, steps, beams, self._mode), (r.head for r in batch))
             tokens = from_dlpack(beams.tokens)
             # With one beam per request, each beam continues itself.
             inputs = hidden if shape.topk == 1 else hidden.index_select(0, from_dlpack(beams.parents).to(hidden.device))
@@ -318,7 +319,7 @@ class HostDrafts:
         each = list(zip(entries.requests, entries.starts, entries.counts, strict=True))
         tokens = torch.tensor([t for r, start, n in each for t in r.tokens[start + 1 : start + 1 + n]])
         plan = self._planner.extend(entries.seqs, entries.starts, entries.counts)
-        plan = _begun(plan, entries.requests)
+        plan = begun(plan, (r.head for r in entries.requests))
         return tokens, gather(p for r, _, n in each for p in r.head.oldest(n)), plan
 
     def _lend(self, request: Request, logits: torch.Tensor, hidden: torch.Tensor) -> object:
@@ -337,9 +338,9 @@ class HostDrafts:
         self._lent.clear()
 
 
-def _begun(plan: core.Plan, requests: Sequence[Request]) -> core.Plan:
-    """Return the head's plan, changed so that it reads no draft KV from before each request's ``draft_from``."""
-    starts = [r.head.first for r in requests]
+def begun(plan: core.Plan, states: Iterable[HeadState]) -> core.Plan:
+    """Return the head's plan, changed so that it reads no draft KV from before each request's `HeadState.first`."""
+    starts = [state.first for state in states]
     return plan.attending_from(starts) if any(starts) else plan
 
 

@@ -16,7 +16,7 @@ from specrs.engine.devices.launches import Variant
 from specrs.engine.devices.memory import Arrays
 from specrs.engine.request.batch import Batch
 from specrs.engine.rounds.executor import Watched
-from specrs.models.features import FeatureRows, Features
+from specrs.models.features import Features
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class AskedRound:
 class LaunchedRound:
     """A round that runs or has run.
 
-    Asking for its results waits for the round. The results stay readable for many rounds; features and logits, which
-    stay in device memory, only until the next round.
+    Asking for its results waits for the round. The results stay readable for many rounds; logits, which stay in
+    device memory, only until the next round.
 
     Attributes:
         batch: the requests to give results for, as they are once all rounds before are collected.
@@ -196,16 +196,8 @@ class LaunchedRound:
         return root.start if isinstance(root, DeviceRoot) else self.batch.lens[request]
 
     def features(self, request: int, rows: Sequence[int]) -> Features:
-        memory = self._held("features", self.bucket.holds(self.number)).launches.features
-        assert memory is not None and not self.drafted(request)
-        # Copy the features, because the next round overwrites them. Without drafts there is one row, the root's.
-        first = self.starts[request]
-        if list(rows) == [0]:
-            kept = memory.stacked.narrow(1, first, 1).clone()
-        else:
-            index = torch.tensor([first + row for row in rows], device=memory.stacked.device)
-            kept = memory.stacked.index_select(1, index)
-        return Features(FeatureRows(memory.aux_layers, kept), range(len(rows)))
+        # The next round may have overwritten them already. `CudaDrafts` recalls them if the request drafts again.
+        return Features.unkept(len(rows))
 
     def likeliest(self, requests: Sequence[int], count: int) -> list[tuple[list[int], list[list[int]]]] | None:
         if not self.bucket.holds_logits(self.number):

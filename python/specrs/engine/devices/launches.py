@@ -43,7 +43,7 @@ class Variant:
     Attributes:
         batch: number of seats.
         levels: levels of the trees; 0 for a round of roots alone.
-        follow: True if the target's features are kept.
+        follow: True if the head runs over the accepted tokens, by the features of the target's pass.
         edits: room for sampling's edits of tokens; ``None`` if all requests are greedy and have no edits.
         loop: True if the device repeats the round by itself.
         trees: True if the host makes the trees, with at most as many nodes as trees of ``levels`` levels have.
@@ -177,9 +177,12 @@ class Launches:
         mask = a.mask if a.mask.numel() else None
         most = {"draft": self._shape.topk, "verify": nodes, "extend": nodes, "decode": 1}[name]
         table, page_size = self._m.table, self._m.geometry.page_size
+        # The head may have begun in the midst of a request; the target never does.
+        first_pages = self._memory.given["first_pages"] if name in ("draft", "extend") else None
         return DevicePlan(
-            name, a.positions, a.out_slots, a.prefix_lens, a.qo_indptr, table, mask, a.rows, most, page_size
-        )
+            name, a.positions, a.out_slots, a.prefix_lens, a.qo_indptr, table, mask, a.rows, most, page_size,
+            first_pages,
+        )  # fmt: skip
 
     def _arrays(self, name: str, nodes: int) -> PlanArrays:
         """Return the arrays of a phase's plan, for ``nodes`` nodes a request in the phases verify and extend."""
@@ -212,7 +215,7 @@ class Launches:
             self._draft(variant.levels, self._trees)
         tokens, plan, features = self._to_verify(variant)
         cache, target = self._m.cache, self._m.target
-        logits = target.forward(tokens, cast(Plan, plan), cache, features if variant.follow else None)[0]
+        logits = target.forward(tokens, cast(Plan, plan), cache, features)[0]
         self._accept(variant, logits)
         if variant.levels:
             self._commit(variant)
@@ -276,8 +279,7 @@ class Launches:
         levels, trees = variant.levels, self._verified(variant)
         if not levels:
             self._plan_step("decode")
-            features = self._features[0] if variant.follow else None
-            return self._memory.given["roots"], self._plans["decode"], features
+            return self._memory.given["roots"], self._plans["decode"], None
         nodes = most_nodes(self._shape, levels)
         self._plan_step("verify", offsets=trees.offsets, parents=trees.parents, nodes=nodes)
         features = self._features[levels] if variant.follow else None

@@ -20,12 +20,14 @@ from torch.utils.dlpack import from_dlpack
 from specrs import _specrs as core
 from specrs._specrs import Geometry
 from specrs.engine.config import EngineConfig
+from specrs.engine.drafting.chooser import TAIL
 from specrs.models.cuda import CudaDense
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
 
 STOPS = 8  # stop tokens of a request that the device checks; the host checks all
+_ENTERING, _ENTERING_ROWS = 8, 512  # requests that enter together, and their positions in all
 _RESULTS = 32  # rounds whose results are kept
 _LASTING = {"given", "host trees", "control", "versions", "minus", "select"}  # a round may read these first
 
@@ -109,6 +111,15 @@ class Models:
     stream: torch.cuda.Stream
     activations: Activations | None
 
+    @property
+    def epoch(self) -> int:
+        """The number of moves so far of the scratch memory that launches use.
+
+        This memory has the activations of both models and the workspaces of products and attention. All other memory
+        of a captured graph stays in place.
+        """
+        return self.dense.memory.moves + self.target.moves + (0 if self.head is None else self.head.moves)
+
 
 class Fields:
     """A layout of named arrays of int32 words, one behind another in a single array that is copied at once.
@@ -157,8 +168,8 @@ class BucketMemory:
         # Arrays of 8-byte values come first, so that they are aligned.
         self.given_layout = Fields(
             sampling=batch * 12, root_from=batch, root_to=batch, rows=batch, lens=batch, roots=batch, depths=batch,
-            done=batch, limits=batch, caps=batch, stops=batch * STOPS, stop_counts=batch, nodes=batch,
-            tree_offsets=batch + 1, edit_begins=batch, edit_counts=batch, live=1,
+            first_pages=batch, done=batch, limits=batch, caps=batch, stops=batch * STOPS, stop_counts=batch,
+            nodes=batch, tree_offsets=batch + 1, edit_begins=batch, edit_counts=batch, live=1,
         )  # fmt: skip
         self.trees_layout = Fields(
             tree_offsets=batch + 1, tree_tokens=batch * v, tree_parents=batch * v, tree_scores=batch * v
@@ -279,6 +290,14 @@ def longest_path(config: EngineConfig, geometry: Geometry, trees: bool) -> int:
     """
     levels = config.head_shape.steps
     return min(max(levels, config.deepest if trees else 0) + 1, geometry.max_context_len)
+
+
+def entering(config: EngineConfig) -> tuple[int, int]:
+    """Return the most requests that one pass of the head enters, and the most positions that it reads of each."""
+    rows = min(
+        TAIL + config.page_size - 1, config.max_context_len or TAIL
+    )  # the head begins at a page's first position
+    return max(min(config.max_batch, _ENTERING, _ENTERING_ROWS // rows), 1), rows
 
 
 def buckets(most: int) -> list[int]:

@@ -15,7 +15,7 @@ import torch
 from specrs import _specrs as core
 from specrs._specrs import ConfigError, DeviceMemoryError, Geometry
 from specrs.engine.config import EngineConfig
-from specrs.engine.devices.memory import buckets
+from specrs.engine.devices.memory import buckets, entering
 from specrs.engine.drafting.levels import can_unite, drafted_levels, levels_for, tiers
 from specrs.models.config import HeadConfig, LayerConfig, ModelConfig
 from specrs.models.layer import LayerTail, WholeNormQkv
@@ -117,7 +117,7 @@ class Engine:
         half, wide = self.place.activations.itemsize, self.place.logits_dtype.itemsize
         shape, b = g.shape, c.max_batch
         nodes = b * (shape.draft_tokens if self.drafts else 1)
-        rows = _up(max(c.prefill_chunk, nodes, _CALIBRATED), 16)
+        rows = _up(max(c.prefill_chunk, nodes, _CALIBRATED, math.prod(entering(c))), 16)
         assert c.max_context_len is not None
 
         shapes = LlamaModel.shapes(self.target)
@@ -168,12 +168,14 @@ class Engine:
             logits += head.config.draft_vocab_size * rows
         yield "logits", logits * wide
         if head is not None:
-            # Features wait for the head, and a round of the largest batch has features of its own.
+            # Features wait for the head, and a round of the largest batch and passes that begin drafts have features
+            # of their own.
             waits = _LAG * b + _BLOCKS + 2 * c.prefill_chunk + 2 * nodes
             rounds = b * (shape.draft_tokens + max(c.head_shape.steps, c.deepest) + 1)
             yield "features", (waits + rounds) * head.config.aux_size * half
         if c.graphs != "off":
-            levels = 2 + len(drafted_levels(shape)) if head is not None else 1  # plain, with and without features
+            # Plain rounds, rounds of each depth, and passes that begin drafts.
+            levels = 2 + len(drafted_levels(shape)) if head is not None else 1
             each = 2 if c.graphs == "loop" else 1  # a round alone, and in a loop
             given = 0  # rounds with host trees, which never loop: the host makes the next trees
             if c.sources:

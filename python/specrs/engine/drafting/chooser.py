@@ -7,6 +7,7 @@ exact for every tree, so a bad choice costs time only.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ from specrs.models.acceptance import Acceptance
 TAIL = 32
 """Positions that a head reads before its first draft, where it may begin anywhere. More are paid for and bring less
 (part ``tails`` of `benches/results/gate.json`)."""
+FROM_THE_BEGINNING = sys.maxsize
 _RISK = 0.7  # of what a request may lose, what one round may
 _SETTLED_BY = 0.93  # of one round's time, what two must stay below: a source need not say the same again
 _LEARN = 0.05  # weight of a round
@@ -101,8 +103,8 @@ class TreePolicy:
     Attributes:
         costs: of passes.
         kinds, buckets: of greedy requests, those of low temperature, and those of high.
-        tail: positions before its first draft that the head reads, of any request at any time, so that it may begin
-            anywhere; ``None``: it reads a request from its beginning, or not at all.
+        tail: positions before its first draft that the head reads, of any request at any time. `FROM_THE_BEGINNING`
+            where the head cannot begin anywhere: it reads all of a request, or none.
 
     Only modelled times pick a tree and are charged, never the time of the round at hand: a stall of the machine decides
     nothing. What rounds take beside the model is learnt (`Overheads`).
@@ -111,7 +113,7 @@ class TreePolicy:
     costs: Costs
     kinds: list[Kind] = field(default_factory=lambda: [Kind() for _ in range(3)])
     buckets: list[TokenBucket] = field(default_factory=lambda: [TokenBucket(ENGINE) for _ in range(3)])
-    tail: int | None = None
+    tail: int = FROM_THE_BEGINNING
     _level_yield: float = 0.75  # share of a level's chance that the next level keeps
 
     def kind(self, temperature: float) -> Kind:
@@ -124,48 +126,35 @@ class TreePolicy:
         account.engine.earn(self.prefilling(prompt, 1) / batch)
         return account
 
-    def follows(self, account: Account, batch: int, remaining: int, entries: int, again: int) -> bool:
+    def follows(self, account: Account, batch: int, remaining: int, entries: int) -> bool:
         """Whether the head follows a request from its admission on.
 
         Args:
             account: of the request.
             batch: requests that run with it.
             remaining: tokens that may come.
-            entries: draft KV to write before it decodes.
-            again: positions that the target would have to run over only for those.
+            entries: positions at the end of its prompt that have no draft KV.
         """
         least = self.least_loss(batch, batch)
-        if self.tail is not None:
-            again, entries = 0, min(entries, self.tail)
-        price = self.waiting(entries, batch) + self.prefilling(again, batch) + least
+        price = self.entering(min(entries, self.tail), batch) + least
         # The bucket of a short answer may hold no round: then its draft KV would be for nothing.
         return least <= account.request.left and price <= account.engine.left * batch and price < remaining / 2
 
     def wait(self, account: Account, batch: int, produced: int, lag: int | None) -> float:
         """Plain rounds until a request can pay for the way to a round with drafts, and for its share of that: 0 for
-        now, infinite where what it has to catch up with grows faster than what it may lose."""
-        own = self.resuming(lag, batch) + self.least_loss(batch, batch)
-        short = own - account.room(produced, batch)
-        if short <= 0.0:
-            return 0.0
-        each = RATE - self.following(batch) - (self.waiting(256, batch) / 256 if self.tail is None else 0.0)
-        return short / each if each > 0.0 else math.inf
+        now."""
+        short = self.resuming(lag, batch) + self.least_loss(batch, batch) - account.room(produced, batch)
+        return max(short, 0.0) / RATE
 
     def resuming(self, lag: int | None, batch: int) -> float:
-        """Plain rounds that the head takes until it can draft again, where features of ``lag`` tokens wait; ``None``
-        where it drafted in the last round."""
-        if lag is None:
-            return 0.0
-        return self.waiting(lag - 1, batch) + self.costs.draft_extend.at(1) / self.costs.plain(batch) * batch
+        """Plain rounds of a batch, which waits for it, that pass until a request can draft again that is behind by
+        ``lag`` positions; ``None`` where it drafted in the last round."""
+        return 0.0 if lag is None else self.costs.resume.at(lag) / self.costs.plain(batch) * batch
 
-    def following(self, batch: int) -> float:
-        """Plain rounds that each round without drafts takes longer of each request that the head follows, beside the
-        draft KV of its tokens. Where that is more than a request earns, one that cannot draft is given up."""
-        return self.costs.following() / self.costs.plain(batch)
-
-    def waiting(self, tokens: int, batch: int) -> float:
-        """Plain rounds that the draft KV of so many tokens takes of a batch, which waits for it."""
-        return self.costs.draft_write.at(tokens) / self.costs.plain(batch) * batch
+    def entering(self, tokens: int, batch: int, together: int = 1) -> float:
+        """Plain rounds of a batch, which waits for it, that the draft KV of so many tokens of a prompt takes, in a pass
+        over the prompts of ``together`` requests."""
+        return self.costs.enter.at(tokens * together) / together / self.costs.plain(batch) * batch
 
     def prefilling(self, tokens: int, batch: int) -> float:
         """Plain rounds that so many more tokens of a prompt take of a batch, which waits for it."""
@@ -192,22 +181,20 @@ class TreePolicy:
         side = [max((w - price) * total, 0.0) for w in wins]  # of those who are the cause
         return [total * one / (sum(side) or 1.0) for one in side]
 
-    def drafting(self, rooms: Sequence[float]) -> list[bool]:
-        """Which requests of a batch draft: as many as can each pay their share of the round, which all wait for.
+    def lacking(self, rooms: Sequence[float]) -> list[float]:
+        """What each request of a batch lacks to draft, in plain rounds: nothing for as many as can each pay their share
+        of the round, which all wait for.
 
         Args:
             rooms: of each request, what it may lose.
         """
-        richest = sorted(range(len(rooms)), key=lambda i: -rooms[i])
-        for n in range(len(rooms), 0, -1):
-            if rooms[richest[n - 1]] >= self.least_loss(len(rooms), n):
-                return [i in richest[:n] for i in range(len(rooms))]
-        return [False] * len(rooms)
-
-    def short(self, rooms: Sequence[float]) -> float:
-        """Plain rounds that are missing until some requests of a batch can draft (`drafting`), which cannot now."""
-        richest, size = sorted(rooms, reverse=True), len(rooms)
-        return min(self.least_loss(size, n) - room for n, room in enumerate(richest, 1))
+        size = len(rooms)
+        richest = sorted(range(size), key=lambda i: -rooms[i])
+        able = next((n for n in range(size, 0, -1) if rooms[richest[n - 1]] >= self.least_loss(size, n)), 0)
+        lacking = [0.0] * size
+        for i in richest[able:]:
+            lacking[i] = self.least_loss(size, able + 1) - rooms[i]
+        return lacking
 
     def limit(self, batch: int, rooms: Sequence[float]) -> float:
         """Seconds that a round may take: none of those who draft risks more than a part of what it may lose, so that

@@ -67,9 +67,7 @@ class PassCost:
         self.pace.factor *= _STEP if seconds > self.at(rows) else 1 / _STEP
 
 
-# Kinds of rounds: without drafts, with the head's, with the host's trees alone, and without drafts where the head
-# follows a request and the device cannot run ahead.
-PLAIN, SPECULATIVE, HOSTED, FOLLOWED = range(4)
+PLAIN, SPECULATIVE, HOSTED = range(3)  # kinds of rounds: without drafts, with the head's, with the host's trees alone
 
 
 class Overheads:
@@ -83,9 +81,6 @@ class Overheads:
 
     def __init__(self, seconds: Sequence[float]) -> None:
         self._mean, self._seen = list(seconds), [0] * len(seconds)
-
-    def __contains__(self, kind: int) -> bool:
-        return kind < len(self._mean)
 
     def at(self, kind: int) -> float:
         """Predicted seconds."""
@@ -113,27 +108,21 @@ class Costs:
         target: of the target.
         draft_step: of the head, one level of drafts.
         draft_extend: of the head, draft KV and scores at the root.
-        draft_write: of the head, draft KV alone.
+        enter: what runs over so many positions at the end of a prompt, until its request can draft.
+        resume: what runs over so many positions of a request that has not drafted, until it can.
         overhead: of rounds, beside their passes.
     """
 
     target: PassCost
     draft_step: PassCost
     draft_extend: PassCost
-    draft_write: PassCost
+    enter: PassCost
+    resume: PassCost
     overhead: Overheads = field(default_factory=_host_overheads)
 
     def plain(self, batch: int) -> float:
         """Seconds of a round of plain decoding."""
         return self.target.at(batch) + self.overhead.at(PLAIN)
-
-    def following(self) -> float:
-        """Seconds that a plain round takes longer where the head follows a request. On a host its features lie where
-        they are. A device's plain rounds run behind one another, and these do not: features lie where the next round's
-        will, and the host saves them in between."""
-        if FOLLOWED not in self.overhead:
-            return 0.0
-        return max(self.overhead.at(FOLLOWED) - self.overhead.at(PLAIN), 0.0)
 
     def drafting(self, batch: int, beams: int, steps: int) -> float:
         """Seconds of a round's drafting: ``steps`` passes over ``beams`` rows in all, and the draft_extend."""

@@ -13,8 +13,8 @@ from torch.utils.dlpack import from_dlpack
 from specrs._specrs import DraftBeams, TreeBatch, TreeShape
 from specrs.engine.drafting import trees as united
 from specrs.engine.drafting.budget import RATE, Account
-from specrs.engine.drafting.chooser import Share, TreePolicy, nodes_of
-from specrs.engine.drafting.costs import FOLLOWED, HOSTED, PLAIN, SPECULATIVE
+from specrs.engine.drafting.chooser import FROM_THE_BEGINNING, Share, TreePolicy, nodes_of
+from specrs.engine.drafting.costs import HOSTED, PLAIN, SPECULATIVE
 from specrs.engine.drafting.gathering import Gathering, Proposals
 from specrs.engine.drafting.levels import best_levels, can_unite, most_nodes, tiers, united_levels
 from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
@@ -47,7 +47,6 @@ class Drafting:
         self.unites = has_head and launched and can_unite(shape)
         self._shape, self._page, self._has_head = shape, page, has_head
         self._accounts: dict[int, Account] = {}  # by request, from its first admission to its end
-        self._again: dict[int, int] = {}  # by request, positions of its prefill that only the head needs
         self._batch = 1  # of the last round
         self._adds = _ADDS
 
@@ -60,13 +59,14 @@ class Drafting:
     # -- of a request -------------------------------------------------------------------------------------------
 
     @property
-    def tail(self) -> int | None:
-        """As `TreePolicy.tail`."""
-        return None if self.policy is None else self.policy.tail
+    def anywhere(self) -> bool:
+        """True if the head may begin anywhere in a request; else it reads all of a request, or none."""
+        return self.policy is not None and self.policy.tail < FROM_THE_BEGINNING
 
     def begins(self, request: Request) -> int:
         """First position that the head reads of a request where it begins now, a multiple of the page size."""
-        return 0 if self.tail is None else max(request.committed - self.tail, 0) // self._page * self._page
+        tail = FROM_THE_BEGINNING if self.policy is None else self.policy.tail
+        return max(request.committed - tail, 0) // self._page * self._page
 
     def account(self, request: Request) -> Account:
         """What drafts may lose a request, whoever makes them."""
@@ -87,38 +87,17 @@ class Drafting:
             return True
         account = self.account(request)
         account.wakes = 0.0
-        again = request.committed - request.head.shared
         entries = request.prefill_target - request.head.shared
-        follows = self.policy.follows(account, self._batch, request.remaining, entries, again)
-        if follows:
-            self._again[request.request_id] = again
-        return follows
+        return self.policy.follows(account, self._batch, request.remaining, entries)
 
-    def prefilled(self, batch: Batch, counts: Sequence[int]) -> None:
-        """Pay for the draft KV of a chunk of prefill, of so many positions of each request."""
+    def prefilled(self, batch: Batch) -> None:
+        """Pay for the draft KV of complete prompts, for all tokens that may come."""
         if (policy := self.policy) is None:
             return
-        for r, n in zip(batch, counts, strict=True):
-            price = 0.0
-            if r.head.followed and policy.tail is not None:
-                price = policy.waiting(r.head.end - r.head.first, self._batch) if r.ready else 0.0
-            elif r.head.followed:
-                left = self._again.pop(r.request_id, 0)
-                again = min(left, n)
-                self._again[r.request_id] = left - again
-                price = policy.waiting(n, self._batch) + policy.prefilling(again, self._batch)
-            self.account(r).engine.pay(price / self._batch)  # at once, for all tokens that may come
-
-    def catches_up(self, request: Request, batch: int) -> bool:
-        """Pay for the draft KV of features that have waited for long, in a batch of so many requests; False if the
-        request cannot."""
-        if self.policy is None:
-            return True
-        account, price = self.account(request), self.policy.waiting(request.head.lag - 1, batch)
-        if account.room(request.produced, batch) < price:
-            return False
-        account.pay(price, batch)
-        return True
+        ready = [r for r in batch if r.head.followed and r.ready]
+        for r in ready:
+            price = policy.entering(r.head.end - r.head.first, self._batch, len(ready))
+            self.account(r).engine.pay(price / self._batch)
 
     def completes(self, request: Request) -> bool:
         """Pay for the last draft KV of a request that has ended, for a later one that goes on from there; False if
@@ -126,7 +105,7 @@ class Drafting:
         if self.policy is None:
             return False
         account, costs = self.account(request), self.policy.costs
-        price = costs.draft_write.at(request.head.lag) / costs.plain(self._batch) * self._batch
+        price = costs.draft_extend.at(request.head.lag) / costs.plain(self._batch) * self._batch
         if account.won < price:
             return False
         account.pay(price, self._batch)
@@ -135,7 +114,6 @@ class Drafting:
     def forget(self, request: Request) -> None:
         """The request has ended."""
         account = self._accounts.pop(request.request_id, None)
-        self._again.pop(request.request_id, None)
         if account is not None:
             account.room(request.produced, self._batch)
         if self.gathering is not None:
@@ -147,7 +125,7 @@ class Drafting:
         """Decide whose drafts the next round of a batch verifies."""
         proposals = None if self.gathering is None else self.gathering.ask(batch)
         plan = RoundPlan(batch, proposals)
-        if self._has_head and self._awake(batch):
+        if self._has_head and self._awake(batch.requests):
             head = [d and r.draws.room > 1 for r, d in zip(batch, self._able(batch), strict=True)]
             plan.head = head if any(head) else None
         if self.gathering is not None and proposals is not None and proposals.pays:
@@ -162,10 +140,10 @@ class Drafting:
                 plan.levels = self._best(batch, plan.head, self.policy)[0]
         return plan
 
-    def _awake(self, batch: Batch) -> bool:
+    def _awake(self, requests: Sequence[Request]) -> bool:
         """Whether any request may draft in the next round. Where one may, all are asked: what one alone cannot pay,
         several may."""
-        for r in batch.requests:
+        for r in requests:
             if r.head.followed and r.max_depth > 0:
                 account = self._accounts.get(r.request_id)
                 if account is None or len(r.tokens) >= account.wakes:
@@ -177,15 +155,11 @@ class Drafting:
         if (policy := self.policy) is None:
             return [r.head.followed for r in batch]
         rooms = [self._room(r, len(batch), policy) if r.head.followed else -math.inf for r in batch]
-        able = policy.drafting(rooms)
-        if any(able):
-            return able
-        for r, room in zip(batch, rooms, strict=True):  # too few can pay for a round of all
-            if r.head.followed and policy.following(len(batch)) > RATE:
-                r.give_up_drafts(r.head.end)  # and nobody waits for more
-            elif room > -math.inf:
-                self.account(r).wakes = len(r.tokens) + policy.short(rooms) / RATE
-        return able
+        lacking = policy.lacking(rooms)
+        for r, lacks in zip(batch, lacking, strict=True):
+            if 0.0 < lacks < math.inf:
+                self.account(r).wakes = len(r.tokens) + lacks / RATE
+        return [lacks == 0.0 for lacks in lacking]
 
     def _room(self, r: Request, batch: int, policy: TreePolicy) -> float:
         """What a request may lose to a round with drafts; one that will not pay for any again gives them up."""
@@ -194,7 +168,7 @@ class Drafting:
         if wait == 0.0:
             resuming = policy.resuming(lag, batch)
             return account.room(r.produced, batch, resuming + policy.least_loss(batch, batch)) - resuming
-        if wait >= r.remaining / 2 or policy.following(batch) > RATE:
+        if wait >= r.remaining / 2:
             r.give_up_drafts(r.head.end)
         account.wakes = len(r.tokens) + wait
         return -math.inf
@@ -282,8 +256,12 @@ class Drafting:
         """Whether a round right behind the present one, of which nothing is known yet, would be planned like it."""
         if (policy := self.policy) is None:
             return True
+        head = plan.head or [False] * len(plan.batch)
+        idle = [r for r, drafts in zip(plan.batch, head, strict=True) if not drafts and r.finish_reason is None]
+        if self._has_head and self._awake(idle):
+            return False  # a request that does not draft may do so in the next round
         if plan.head is None:
-            return not self._has_head or not self._awake(batch)
+            return True
         size, drew = len(batch), [r for r, drafts in zip(batch, plan.head, strict=False) if drafts]
         least = policy.least_loss(size, max(len(drew), 1))
         if any(self.account(r).room(r.produced, size) < least for r in drew):
@@ -351,19 +329,14 @@ class Drafting:
         return heads
 
     def _observe_costs(self, outcome: RoundOutcome, policy: TreePolicy) -> None:
-        """Learn what such rounds take, and let plain ones pay for the features that they keep."""
+        """Learn what such rounds take."""
         plan, costs, size = outcome.plan, policy.costs, len(outcome.passed)
-        followed: list[Request] = []
-        if not plan.drafts and FOLLOWED in costs.overhead:
-            followed = [p.request for p in outcome.passed if p.request.head.followed]
-        for r in followed:  # all wait for their features
-            self.account(r).pay(policy.following(size) * size / len(followed), size)
         if outcome.verified.cold:
             return
         if (seconds := outcome.verified.seconds) is not None:
             costs.target.observe(sum(outcome.verified.trees.sizes), seconds)
         if not plan.drafts:
-            kind, passes = FOLLOWED if followed else PLAIN, costs.target.at(size)
+            kind, passes = PLAIN, costs.target.at(size)
         elif plan.head is None:
             kind, passes = HOSTED, costs.target.at(self._rows(outcome))
         elif plan.trees is None and any(outcome.head):

@@ -49,9 +49,20 @@ class HeadState:
 
     def wait(self, features: Features) -> None:
         """Features of positions that were just committed wait for the head."""
-        self._waiting.append(features)
         self.lag += len(features)
         self.root = None
+        if features.memory is None and self.unkept:
+            features = self._waiting.pop().longer(len(features))
+        self._waiting.append(features)
+
+    @property
+    def unkept(self) -> bool:
+        """True if nobody kept the features of the last positions that wait."""
+        return bool(self._waiting) and self._waiting[-1].memory is None
+
+    def recall(self, features: Features) -> None:
+        """Replace all features that wait, now that the target has run over their positions again."""
+        self._waiting[:] = [features]
 
     def oldest(self, count: int) -> list[Features]:
         """Return the waiting features of the first ``count`` positions."""

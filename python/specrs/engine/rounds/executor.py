@@ -38,7 +38,8 @@ would reach. Returns True to take the step."""
 class Entries:
     """Entries of the head's KV to write: ``counts[i]`` positions of request ``i`` from ``starts[i]`` on.
 
-    The target's features of these positions wait on the request.
+    The target's features of these positions wait on the request. If nobody kept them (`HeadState.unkept`), the device
+    makes them again.
     """
 
     requests: Sequence[Request]
@@ -46,12 +47,20 @@ class Entries:
     starts: list[int]
     counts: list[int]
 
+    def of(self, some: Sequence[int]) -> Entries:
+        """Return the entries of some of the requests."""
+        requests, seqs, starts, counts = self.requests, self.seqs, self.starts, self.counts
+        return Entries(
+            [requests[i] for i in some], [seqs[i] for i in some], [starts[i] for i in some], [counts[i] for i in some]
+        )
+
 
 class Pass(Protocol):
     """A pass of the target."""
 
     def features(self, request: int, rows: Sequence[int]) -> Features:
-        """The target's features of the given rows of a request, in order. The pass must have kept features."""
+        """The target's features of the given rows of a request, in order, or `Features.unkept`. The pass must have been
+        told that a head follows."""
 
     def logits(self, request: int, rows: Sequence[int]) -> torch.Tensor:
         """Logits of the given rows of a request, in order: float32 [n, vocab] on the host, until the next pass

@@ -18,7 +18,7 @@ from specrs.engine.request.request import Request
 from specrs.engine.rounds.executor import Drafted, DraftExecutor, Entries, Pass, Watched
 from specrs.engine.rounds.observer import RoundObserver
 
-_MAX_LAG = 256  # features that a request may hold before its draft KV is brought up to date
+_MAX_LAG = 64  # features that a request may hold
 
 
 class Head:
@@ -35,14 +35,13 @@ class Head:
 
     # -- features -----------------------------------------------------------------------------------------------
 
-    def remember(self, batch: Batch, passed: Pass, rows: Sequence[Sequence[int]], overtaken: bool = False) -> None:
+    def remember(self, batch: Batch, passed: Pass, rows: Sequence[Sequence[int]]) -> None:
         """Keep the target's features of newly committed positions until the head has run over them.
 
         If the device has already run the head over these positions, take its root instead.
 
         Args:
             rows: rows of the pass to keep, per request.
-            overtaken: True if later rounds have run and overwritten these features.
         """
         for i, (r, index) in enumerate(zip(batch, rows, strict=True)):
             if not index or not r.head.followed:
@@ -50,53 +49,42 @@ class Head:
             root = passed.root(i)
             if root is not None:
                 r.head.reached(r.committed, root)
-            elif overtaken:  # this is the request's last round, else the device would have drafted for the request
-                r.give_up_drafts(r.head.end)
             else:
                 r.head.wait(passed.features(i, index))
 
     def bound_features(self, batch: Batch) -> None:
-        """Write the draft KV of requests whose features have waited for long, or give up their drafts.
+        """Let go of the oldest features of requests that have not drafted for long.
 
-        A head that may begin anywhere (`Drafting.tail`) drops the older features instead.
+        A head that cannot begin anywhere gives up their drafts.
         """
-        tail = self._drafting.tail
-        if tail is not None:
-            for r in batch:
-                if r.head.lag >= 2 * tail:
-                    r.head.begin(self._drafting.begins(r))
-            return
-        late = [r for r in batch if r.head.lag >= _MAX_LAG and r.finish_reason is None]
-        if not late:
-            return
-        for r in late:
-            if not self._drafting.catches_up(r, len(batch)):
+        for r in batch:
+            if r.head.lag < _MAX_LAG:
+                continue
+            position = self._drafting.begins(r)
+            if position > r.head.end:
+                r.head.begin(position)
+            else:
                 r.give_up_drafts(r.head.end)
-        self.write([r for r in late if r.head.followed])
 
     # -- passes -------------------------------------------------------------------------------------------------
 
     def after_prefill(self, reqs: Sequence[Request]) -> None:
-        """Write the draft KV of prompts, as far as they are prefilled.
+        """Write the draft KV of prompts, as far as they are prefilled: near the end alone if the head may begin there.
 
-        A head that may begin anywhere (`Drafting.tail`) writes it once a prompt is complete, near its end alone.
+        A complete prompt gets its root too.
         """
-        if self._drafting.tail is not None:
-            for r in reqs:
-                if r.head.followed:
-                    r.head.begin(self._drafting.begins(r))
-            reqs = [r for r in reqs if r.ready]
-        self.write(reqs)
+        for r in reqs:
+            if r.head.followed:
+                r.head.begin(self._drafting.begins(r))
+        self.write([r for r in reqs if not r.ready and not r.head.first])
+        self.extend([r for r in reqs if r.ready])
 
-    def write(self, reqs: Sequence[Request], keep: int = 1) -> None:
-        """Write the draft KV of all features that wait, except each request's last ``keep``.
-
-        `extend` runs over the excepted features, because their logits are wanted.
-        """
-        reqs = [r for r in reqs if r.head.lag > keep]
+    def write(self, reqs: Sequence[Request]) -> None:
+        """Write the draft KV of all features that wait."""
+        reqs = [r for r in reqs if r.head.lag]
         if not reqs:
             return
-        entries = self._entries(reqs, keep)
+        entries = self._entries(reqs)
         errors = self._executor.write(entries)
         for r, start, n, error in zip(reqs, entries.starts, entries.counts, errors, strict=True):
             if error is not None:
@@ -126,7 +114,6 @@ class Head:
         for r in plan.drafting:
             if r.head.lag:
                 r.head.begin(drafting.begins(r))
-        self.write(plan.drafting)
         self.extend(plan.drafting)
         if drafting.gathering is None or proposals is None or not proposals.nodes:
             return self._alone(plan)
@@ -179,9 +166,9 @@ class Head:
         drafting = zip(plan.batch, plan.head or (), strict=True)
         return [r.max_depth if drafts and r.head.followed else 0 for r, drafts in drafting]
 
-    def _entries(self, reqs: Sequence[Request], keep: int = 0) -> Entries:
-        """Return all positions that wait, except each request's last ``keep``."""
-        starts, counts = [r.head.end for r in reqs], [r.head.lag - keep for r in reqs]
+    def _entries(self, reqs: Sequence[Request]) -> Entries:
+        """Return all positions that wait."""
+        starts, counts = [r.head.end for r in reqs], [r.head.lag for r in reqs]
         entries = Entries(reqs, [r.seq for r in reqs], starts, counts)
         for o in self._observers:
             o.extended(entries.seqs, starts, counts)

@@ -91,7 +91,7 @@ class Runner:
         if not self.drafting.follows(request):
             request.give_up_drafts(request.head.shared)
         elif request.head.shared < request.committed:
-            if self.drafting.tail is not None:
+            if self.drafting.anywhere:
                 request.head.first = request.committed  # the end of a page, because the cache shares whole pages
                 return
             most = request.head.shared
@@ -116,10 +116,10 @@ class Runner:
     def _complete(self, r: Request) -> None:
         """Write the last entries of draft KV if they complete a page that a later request would go on from."""
         page, head = self.config.page_size, self.head
-        if head is None or not self.config.prefix_cache or not r.head.followed or r.error is not None:
+        if head is None or not self.config.prefix_cache or not r.head.followed or r.head.unkept or r.error is not None:
             return
         if r.committed // page > r.head.end // page and not r.head.first and self.drafting.completes(r):
-            head.write([r], 0)
+            head.write([r])
 
     def prefill(self, chunks: Sequence[tuple[Request, int]]) -> list[Passed]:
         """Write the KV of the next ``n`` tokens of each request, and draw the first token after a complete prompt."""
@@ -153,7 +153,7 @@ class Runner:
             except BaseException:
                 self._collected += passed  # the requests already have their tokens
                 raise
-            self.drafting.prefilled(batch, counts)
+            self.drafting.prefilled(batch)
         for r in batch:
             if r.committed >= len(r.tokens) - 1 and r.finish_reason is None:
                 self.pages.share_prefix(r)
@@ -397,7 +397,7 @@ class Runner:
         follows = self.head is not None and self._keeps_features(batch)
         if self.head is not None and follows:  # skips the work if no request needs the head
             kept_rows = [path[:n] for path, n in zip(paths, kept, strict=True)]
-            self.head.remember(batch, verified, kept_rows, overtaken=bool(flight.rounds))
+            self.head.remember(batch, verified, kept_rows)
             for r, cut in zip(batch, cuts, strict=True):
                 if cut:
                     r.head.root = None  # the head may have run beyond what stands
