@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import specrs.engine.drafting.decisions as decisions_module
 import specrs.engine.drafting.gathering as gathering_module
 import specrs.engine.drafting.speculation as speculation_module
 import specrs.engine.rounds.runner as runner_module
@@ -94,7 +95,7 @@ class Counter:
     @contextmanager
     def clock(self) -> Iterator[None]:
         """Within the context, let engines that draft by default read this clock."""
-        modules: tuple[Any, ...] = (speculation_module, runner_module, gathering_module)
+        modules: tuple[Any, ...] = (speculation_module, decisions_module, runner_module, gathering_module)
         asks: Any = DraftSession.propose
 
         def charged(told: DraftSession, *args: Any) -> Any:
