@@ -165,9 +165,9 @@ class Drafting:
                 speculation.spec_round(passed, lambda: verified.trees, head, plan.steps)
             return
         if (hosted := plan.beside_head) is not None and head is not None:
-            heads, hosts = united.shares(verified, passed, [hosted.drafts[row] for row in outcome.rows])
-            speculation.spec_round(passed, lambda: verified.trees, head, plan.steps, heads)
-            gathering.observe(passed, outcome.rows, hosted, self._took(plan), [s.accepted for s in heads], hosts)
+            shares = united.shares(verified, passed, [hosted.drafts[row] for row in outcome.rows])
+            speculation.spec_round(passed, lambda: verified.trees, head, plan.steps, shares)
+            gathering.observe(passed, outcome.rows, hosted, self._took(plan), [share.accepted for share in shares])
         elif (hosted := plan.trees) is not None:
             trees_of = hosted.trees
             shares = None

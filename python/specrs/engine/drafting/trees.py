@@ -12,16 +12,13 @@ from typing import Protocol
 
 from torch.utils.dlpack import from_dlpack
 
-from specrs._specrs import Accepts, DraftNodes, MergedDrafts, TreeBatch
-from specrs.engine.drafting.chooser import TreeChoice, TreePolicy
+from specrs._specrs import Accepts, MergedDrafts, TreeBatch
 from specrs.engine.drafting.sources import HEAD
 from specrs.engine.drafting.speculation import Share
 from specrs.engine.request.batch import Passed
 from specrs.engine.request.traces import DraftTree
 
 _HEADS, _HOSTS = 1, 2  # bits of an origin
-_SAME, _LEARN = 0.8, 0.3  # part of a chance that counts as the same; weight of a time, of which two failures are enough
-_TRUSTED = 0.5  # word from which on drafts may wait
 
 
 class VerifiedTrees(Protocol):
@@ -61,26 +58,19 @@ class _Tree:
     theirs: list[int]
 
 
-def shares(
-    verified: VerifiedTrees, passed: Sequence[Passed], drafts: Sequence[MergedDrafts]
-) -> tuple[list[Share], list[Share]]:
-    """The head's part of what the round gave each request, and the host's.
-
-    The host's part has the scores that the host gave. A node that the head has too may have a better one in the united
-    tree, which says nothing of how sure the host was.
+def shares(verified: VerifiedTrees, passed: Sequence[Passed], drafts: Sequence[MergedDrafts]) -> list[Share]:
+    """The head's part of what the round gave each request.
 
     Args:
         drafts: the host's tree for each request.
     """
-    heads, hosts = [], []
-    for p, path, tree, draft in zip(passed, verified.accepts.paths, _trees(verified, drafts), drafts, strict=True):
+    found = []
+    for p, path, tree in zip(passed, verified.accepts.paths, _trees(verified, drafts), strict=True):
         accepted = [tree.origins[node] for node in path[1 : len(p.tokens)]]  # behind them the target drew itself
         head, host = (sum(origin & bit != 0 for origin in accepted) for bit in (_HEADS, _HOSTS))
-        own = [score for score, origin in zip(tree.scores, tree.origins, strict=True) if origin & _HEADS]
-        scores = draft.scores
-        heads.append(Share(sorted(own, reverse=True), head, host))
-        hosts.append(Share(sorted((scores[node] for node in tree.theirs if node), reverse=True), host, head))
-    return heads, hosts
+        scores = [score for score, origin in zip(tree.scores, tree.origins, strict=True) if origin & _HEADS]
+        found.append(Share(sorted(scores, reverse=True), head, host))
+    return found
 
 
 def traced(
@@ -115,46 +105,3 @@ def _trees(verified: VerifiedTrees, drafts: Sequence[MergedDrafts]) -> list[_Tre
                 theirs[node] = children[theirs[parents[node]], tokens[node]]
         found.append(_Tree(tokens, parents, scores, whose, theirs))
     return found
-
-
-@dataclass(eq=False)
-class Deferral:
-    """One request's drafts that wait.
-
-    Attributes:
-        waits: the position in the request's tokens where the doubtful one is expected, that token, and the chance that
-            the one behind it was given; ``None`` where no drafts wait.
-        word: smoothed share of times that the sources said the same again, once the token had come.
-    """
-
-    waits: tuple[int, int, float] | None = None
-    word: float = 1.0
-
-    def choose(
-        self, tokens: Sequence[int], choice: TreeChoice, nodes: DraftNodes, policy: TreePolicy, overhead: float
-    ) -> TreeChoice:
-        """A choice of nodes, or the first of them where the rest are better verified once a doubtful token has come.
-
-        Args:
-            tokens: of the request.
-            choice: of ``policy``, from ``nodes``: what its sources say may come next.
-            overhead: seconds of the round beside the target's pass.
-        """
-        self._hold_to_word(tokens, nodes)
-        if self.word < _TRUSTED or choice.nodes < 2:
-            return choice
-        settled = policy.settle(choice, nodes, overhead)
-        if settled.nodes < choice.nodes:
-            doubtful = settled.nodes
-            said = nodes.chance(doubtful + 1) / nodes.chance(doubtful)
-            self.waits = len(tokens) + doubtful, nodes.token(doubtful), said
-        return settled
-
-    def _hold_to_word(self, tokens: Sequence[int], nodes: DraftNodes) -> None:
-        waits, self.waits = self.waits, None
-        if waits is None:
-            return
-        position, token, said = waits
-        if len(tokens) == position + 1 and tokens[position] == token:
-            kept = len(nodes) > 0 and nodes.chance(0) >= _SAME * said
-            self.word += _LEARN * (kept - self.word)
