@@ -1138,9 +1138,7 @@ _ChosenNodes = tuple[int, float, float]
 
 @final
 class DraftNodes:
-    """Nodes by their scores, likeliest first, each with its temper: a node of score s is taken to be accepted with
-    probability `exp(temper * s)`.
-    """
+    """Nodes that may be worth verifying. One of score s is taken to be accepted with probability `exp(temper * s)`."""
 
     @staticmethod
     def scored(scores: _List[float], tempers: _List[float]) -> DraftNodes:

@@ -1,8 +1,8 @@
 //! The number of nodes of merged trees that are worth verifying: expected tokens over the seconds of the round.
 //!
-//! A node of cumulative log-probability s is taken to be accepted with probability `exp(temper * s)`, where its
-//! request's temper says what such claims have been worth. A pass over more rows takes longer, so the likeliest nodes
-//! are taken as long as tokens a second grow.
+//! A node of cumulative log-probability s is taken to be accepted with probability `exp(s)`; where nothing else calibrates
+//! the scores, as `exp(temper * s)`, where the temper says what such scores have been worth. A pass over more rows takes
+//! longer, so the likeliest nodes are taken as long as tokens a second grow.
 
 use super::merge::{MergeLimits, MergedDrafts};
 use crate::bounds::MAX_DRAFT_TOKENS;

@@ -22,13 +22,13 @@ fn table((rows, seconds, pace): Table) -> Result<PassTable> {
     PassTable::new(u32s("rows of a pass", &rows)?, seconds, pace)
 }
 
-/// Nodes by their scores, likeliest first, each with its temper: a node of score s is taken to be accepted with
-/// probability `exp(temper * s)`.
+/// Nodes that may be worth verifying. One of score s is taken to be accepted with probability `exp(temper * s)`.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct DraftNodes(Candidates);
 
 #[pymethods]
 impl DraftNodes {
+    /// Nodes by their scores, likeliest first, each with its temper.
     #[staticmethod]
     fn scored(scores: Vec<f64>, tempers: Vec<f64>) -> PyResult<Self> {
         Ok(Self(Candidates::scored(&scores, &tempers)?))

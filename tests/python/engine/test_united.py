@@ -59,7 +59,7 @@ def test_the_head_has_its_own_nodes_and_their_scores() -> None:
         verified: Any = SimpleNamespace(
             trees=batch, origins=[t.origins for t in trees], accepts=SimpleNamespace(paths=ways)
         )
-        own = shares(verified, passed, drafts)  # type: ignore[arg-type]
+        own = shares(verified, passed)  # type: ignore[arg-type]
         seen = traced(verified, drafts, range(3), ways, NAMES)
         for i, (tree, draft) in enumerate(zip(trees, drafts, strict=True)):
             said = dict(zip(paths(Scored(draft.tokens, draft.parents, draft.scores)), range(len(draft)), strict=True))

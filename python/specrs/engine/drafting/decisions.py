@@ -165,7 +165,7 @@ class Drafting:
                 speculation.spec_round(passed, lambda: verified.trees, head, plan.steps)
             return
         if (hosted := plan.beside_head) is not None and head is not None:
-            shares = united.shares(verified, passed, [hosted.drafts[row] for row in outcome.rows])
+            shares = united.shares(verified, passed)
             speculation.spec_round(passed, lambda: verified.trees, head, plan.steps, shares)
             gathering.observe(passed, outcome.rows, hosted, self._took(plan), [share.accepted for share in shares])
         elif (hosted := plan.trees) is not None:

@@ -1,13 +1,13 @@
-"""Trees of several: what came of whose in those that a device makes of two, and drafts that wait for a doubtful token.
+"""Trees that a device makes of the head's drafts and the host's, and whose nodes were accepted in them.
 
-`DraftExecutor.unite` asks for a round whose trees the device makes of the head's and the host's. The device finds out
-which nodes both have, and tells whose each is (`Verified.origins`). Who has a node has its parent.
+`DraftExecutor.unite` asks for a round with such trees. The device finds out which nodes both have, and tells whose each
+is (`VerifiedTrees.origins`). Whoever has a node has its parent too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 from torch.utils.dlpack import from_dlpack
@@ -30,46 +30,33 @@ class VerifiedTrees(Protocol):
 
     @property
     def origins(self) -> Sequence[Sequence[int]] | None:
-        """Whose each node is of each request's tree, root first, where the device has united two
-        (`DraftExecutor.unite`): bit 0 the head's, bit 1 the other one's. ``None`` else."""
+        """Origin of each node of each request's tree, root first: bit 0 for the head's, bit 1 for the host's. ``None``
+        where the device has not united two trees (`DraftExecutor.unite`)."""
 
     @property
     def accepts(self) -> Accepts:
         """The accepted paths and tokens."""
 
     def likeliest(self, requests: Sequence[int], count: int) -> Sequence[tuple[list[int], list[list[int]]]] | None:
-        """Of some requests, in ascending order, the tokens of their trees' nodes, and after each the target's likeliest
-        next tokens, so many, the likeliest first. ``None`` where the device no longer has the scores."""
+        """Tokens of the nodes of some requests' trees, and ``count`` tokens that the target finds likeliest behind each
+        node, the likeliest first. ``None`` where the device no longer has the scores.
+
+        Args:
+            requests: their places in the batch, ascending.
+        """
 
 
-@dataclass(frozen=True)
-class _Tree:
-    """A request's united tree.
-
-    Attributes:
-        tokens, parents, scores, origins: of each node, root first.
-        theirs: the node of the host's tree that each is; 0 for none, and of the root.
-    """
-
-    tokens: list[int]
-    parents: list[int]
-    scores: list[float]
-    origins: Sequence[int]
-    theirs: list[int]
-
-
-def shares(verified: VerifiedTrees, passed: Sequence[Passed], drafts: Sequence[MergedDrafts]) -> list[Share]:
-    """The head's part of what the round gave each request.
-
-    Args:
-        drafts: the host's tree for each request.
-    """
-    found = []
-    for p, path, tree in zip(passed, verified.accepts.paths, _trees(verified, drafts), strict=True):
-        accepted = [tree.origins[node] for node in path[1 : len(p.tokens)]]  # behind them the target drew itself
+def shares(verified: VerifiedTrees, passed: Sequence[Passed]) -> list[Share]:
+    """The head's part of what a round with united trees gave each request."""
+    origins, found, first = verified.origins, [], 0
+    assert origins is not None
+    scores: list[float] = from_dlpack(verified.trees.scores).tolist()
+    for p, path, whose in zip(passed, verified.accepts.paths, origins, strict=True):
+        accepted = [whose[node] for node in path[1 : len(p.tokens)]]  # behind them the target drew itself
         head, host = (sum(origin & bit != 0 for origin in accepted) for bit in (_HEADS, _HOSTS))
-        scores = [score for score, origin in zip(tree.scores, tree.origins, strict=True) if origin & _HEADS]
-        found.append(Share(sorted(scores, reverse=True), head, host))
+        each = zip(scores[first : first + len(whose)], whose, strict=True)
+        found.append(Share(sorted((score for score, origin in each if origin & _HEADS), reverse=True), head, host))
+        first += len(whose)
     return found
 
 
@@ -77,31 +64,27 @@ def traced(
     verified: VerifiedTrees, drafts: Sequence[MergedDrafts], wanted: Sequence[int], paths: Sequence[Sequence[int]],
     names: Sequence[str],
 ) -> list[DraftTree]:  # fmt: skip
-    """The trees of some requests of a round. drafts: of each request, the host's tree. paths: accepted ones, with
-    roots."""
-    trees, head = _trees(verified, drafts), 1 << names.index(HEAD)
-    found = []
-    for i in wanted:
-        tree, sources = trees[i], drafts[i].sources
-        each = zip(tree.origins, tree.theirs, strict=True)
-        masks = [head * (origin & _HEADS) | (sources[node] if node else 0) for origin, node in each]
-        found.append(DraftTree.of(tree.tokens, tree.parents, paths[i], names, masks))
-    return found
+    """The united trees of some requests, as users see them.
 
-
-def _trees(verified: VerifiedTrees, drafts: Sequence[MergedDrafts]) -> list[_Tree]:
-    """The tree of each request, and which of its nodes are which of the host's."""
-    origins, trees = verified.origins, verified.trees
+    Args:
+        drafts: the host's tree of each request.
+        wanted: the requests.
+        paths: the accepted path of each request, with its root.
+        names: of all that draft.
+    """
+    origins, head, found = verified.origins, 1 << names.index(HEAD), []
     assert origins is not None
-    arrays = [from_dlpack(a).tolist() for a in (trees.tokens, trees.parents, trees.scores)]
-    found, first = [], 0
-    for whose, draft in zip(origins, drafts, strict=True):
-        tokens, parents, scores = (array[first : first + len(whose)] for array in arrays)
-        first += len(whose)
+    tokens, parents = (from_dlpack(a).tolist() for a in (verified.trees.tokens, verified.trees.parents))
+    firsts = [0, *accumulate(map(len, origins))]
+    for i in wanted:
+        draft, nodes = drafts[i], slice(firsts[i], firsts[i + 1])
+        own_tokens, own_parents = tokens[nodes], parents[nodes]
         children = {child: node for node, child in enumerate(zip(draft.parents, draft.tokens, strict=True))}
-        theirs = [0] * len(whose)
-        for node, origin in enumerate(whose):  # parents stand before their children
+        sources, hosts = draft.sources, [0] * len(origins[i])  # node of the host's tree that each is; 0: none
+        masks = [0] * len(hosts)
+        for node, origin in enumerate(origins[i]):  # parents stand before their children
             if origin & _HOSTS:
-                theirs[node] = children[theirs[parents[node]], tokens[node]]
-        found.append(_Tree(tokens, parents, scores, whose, theirs))
+                hosts[node] = children[hosts[own_parents[node]], own_tokens[node]]
+            masks[node] = head * (origin & _HEADS) | (sources[hosts[node]] if hosts[node] else 0)
+        found.append(DraftTree.of(own_tokens, own_parents, paths[i], names, masks))
     return found
