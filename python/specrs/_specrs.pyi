@@ -1106,13 +1106,6 @@ class MergedDrafts:
     ) -> MergedDrafts:
         """The best nodes of this tree within closer limits, as `merge_drafts` takes them."""
 
-    def allowed(
-        self, grammar: GrammarTracker, nodes: SupportsIndex, depth: SupportsIndex, *, off_spine: SupportsIndex = 8
-    ) -> MergedDrafts:
-        """The same without what a request's grammar does not allow behind its output. Of a tree that stands below
-        the last token of that output.
-        """
-
     def settle(self, path: _List[SupportsIndex], calibration: DraftCalibration) -> None:
         """Tell a calibration what was accepted: `path` are the nodes that verification walked, from the root (0) on.
         Nodes whose parent is on the path had their chance; of those, the ones on the path were accepted.
@@ -1140,35 +1133,24 @@ class DraftCalibration:
     def observe(self, source: SupportsIndex, bucket: SupportsIndex, prob: float, accepted: bool) -> None:
         """A node that a source claimed with probability `prob`, and whose parent was accepted, was accepted or not."""
 
-    def grade(self, source: SupportsIndex, proposal: DraftProposal, drawn: _List[SupportsIndex]) -> int:
-        """Hold a source's proposal against the tokens that the target drew: every node whose parent these reached
-        had its outcome, verified or not. How many of the tokens the proposal has, one below the other.
+    def grade(self, proposals: _List[DraftProposal | None], drawn: _List[SupportsIndex]) -> list[int]:
+        """Compare what sources proposed, one of each or `None`, with the tokens that the target drew: every node
+        whose parent these reached had its outcome, verified or not. Returns how many of the tokens each proposal
+        has, one below the other.
         """
 
 _ChosenNodes = tuple[int, float, float]
 
 @final
 class DraftNodes:
-    """Nodes of the trees of a batch whose score is not below `least`, the likeliest first. A node of score s is taken
-    to be accepted with probability `exp(temper * s)`; each tree has the temper of its request.
+    """Nodes that may be worth verifying. One of score s is taken to be accepted with probability `exp(temper * s)`."""
 
-    `target`, wherever it is asked for, is (row counts, seconds of a pass of each, factor on them): a pass of other rows
-    is interpolated.
-    """
-
-    def __new__(cls, trees: _List[MergedDrafts], tempers: _List[float], least: float) -> DraftNodes: ...
     @staticmethod
     def scored(scores: _List[float], tempers: _List[float]) -> DraftNodes:
         """Nodes by their scores, likeliest first, each with its temper."""
 
     def score(self, index: SupportsIndex) -> float:
         """A node's cumulative log-probability."""
-
-    def chance(self, index: SupportsIndex) -> float:
-        """The probability that a node is accepted."""
-
-    def token(self, index: SupportsIndex) -> int:
-        """A node's token; -1 of one that has only a score."""
 
     def choose(
         self,
@@ -1180,42 +1162,29 @@ class DraftNodes:
         """The number of nodes with the most expected tokens a second, the score of the last one (infinite for none) and
         these tokens, for a batch of so many requests, each with its root.
 
-        `beside`: seconds of the round beside the target's pass; `limit`: seconds that it may take.
-        """
-
-    def settle(
-        self,
-        choice: tuple[SupportsIndex, float, float],
-        target: tuple[_List[SupportsIndex], _List[float], float],
-        beside: float,
-        plain: float,
-        share: float,
-    ) -> _ChosenNodes:
-        """A choice for one request, or fewer nodes where two rounds bring its tokens in less than `share` of the time:
-        a sure chain below a doubtful token waits until that has come.
-
-        `plain`: seconds of a round without nodes.
-        """
-
-    def price(
-        self,
-        tree: SupportsIndex,
-        batch: SupportsIndex,
-        target: tuple[_List[SupportsIndex], _List[float], float],
-        beside: float,
-        plain: float,
-        least: float,
-        tiers: _List[SupportsIndex] | None = None,
-    ) -> float | None:
-        """What verifying one node for each of `batch` requests takes, in plain rounds of `plain` seconds, where some
-        number of the best nodes of tree `tree` is expected to give more tokens than verifying as many takes; `None`
-        else.
-
-        `least`: plain rounds that it takes at least. `tiers`: rows that a request's tree takes, ascending, where rounds
-        are made for those alone.
+        `target`: (row counts, seconds of a pass of each, factor on them), interpolated; `beside`: seconds of the round
+        beside the target's pass; `limit`: seconds that it may take.
         """
 
     def __len__(self) -> int: ...
+
+def choose_drafts(
+    requests: _List[tuple[SupportsIndex, _List[DraftProposal | None], SupportsIndex, GrammarTracker | None]],
+    calibration: DraftCalibration,
+    vocab: SupportsIndex,
+    nodes: SupportsIndex,
+    cost: tuple[tuple[_List[SupportsIndex], _List[float], float], float, float, _List[SupportsIndex]] | None = None,
+) -> tuple[list[MergedDrafts], float, float]:
+    """The trees of a round, the tokens that it is expected to give, and its seconds. What the sources propose for a
+    request is merged as by `merge_drafts`, without what the request's grammar forbids; of all trees, the nodes stay
+    that give the most tokens a second.
+
+    Each request is (last token, proposal of each source or `None`, levels of its tree at most, grammar or `None`).
+    `nodes`: of a tree at most, root included. `cost` is (table of the target's passes as `DraftNodes.choose` takes it,
+    seconds of the round beside them, seconds that the round may take, tiers). `tiers` are the rows that a tree may
+    take, ascending, where all trees take as many; else there are none, and each node takes a row. Without a cost all
+    nodes stay, and the round takes 0 seconds.
+    """
 
 def merge_drafts(
     root: SupportsIndex,

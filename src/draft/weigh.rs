@@ -1,11 +1,12 @@
 //! The number of nodes of merged trees that are worth verifying: expected tokens over the seconds of the round.
 //!
-//! A node of cumulative log-probability s is taken to be accepted with probability `exp(temper * s)`, where its
-//! request's temper says what such claims have been worth. A pass over more rows takes longer, so the likeliest nodes
-//! are taken as long as tokens a second grow.
+//! A node of cumulative log-probability s is taken to be accepted with probability `exp(s)`; where nothing else calibrates
+//! the scores, as `exp(temper * s)`, where the temper says what such scores have been worth. A pass over more rows takes
+//! longer, so the likeliest nodes are taken as long as tokens a second grow.
 
-use super::merge::MergedDrafts;
-use crate::error::{Error, Result, listed, same_length};
+use super::merge::{MergeLimits, MergedDrafts};
+use crate::bounds::MAX_DRAFT_TOKENS;
+use crate::error::{Error, Result, in_range, listed, same_length};
 
 /// Seconds of a pass by its number of rows: a measured table, interpolated; beyond it by its last slope.
 #[derive(Debug, Clone, PartialEq)]
@@ -66,10 +67,6 @@ pub struct Candidate {
     pub score: f64,
     /// Probability that it is accepted.
     pub chance: f64,
-    /// Index of its tree.
-    pub tree: usize,
-    /// The node's token.
-    pub token: i32,
 }
 
 /// Nodes of the trees of a batch, the likeliest first.
@@ -77,28 +74,14 @@ pub struct Candidate {
 pub struct Candidates(Vec<Candidate>);
 
 impl Candidates {
-    /// Nodes of these trees, roots apart, whose score is not below `least`; each tree has the temper of its request.
-    pub fn of(trees: &[(&MergedDrafts, f64)], least: f64) -> Self {
-        let nodes = trees.iter().enumerate().flat_map(|(tree, &(drafts, temper))| {
-            let each = drafts.scores().iter().zip(drafts.tokens()).skip(1);
-            each.map(move |(&score, &token)| Self::candidate(score.into(), temper, tree, token))
-        });
-        let mut nodes: Vec<_> = nodes.filter(|n| n.score >= least).collect();
-        nodes.sort_by(|a, b| b.score.total_cmp(&a.score)); // stable: of equal ones the first tree's
-        Self(nodes)
-    }
-
     /// Nodes by their scores, each with its temper, likeliest first.
     ///
     /// # Errors
     /// [`Error::Mismatch`] for lists of other lengths.
     pub fn scored(scores: &[f64], tempers: &[f64]) -> Result<Self> {
         same_length("tempers", tempers.len(), scores.len())?;
-        Ok(Self(scores.iter().zip(tempers).map(|(&s, &t)| Self::candidate(s, t, 0, -1)).collect()))
-    }
-
-    fn candidate(score: f64, temper: f64, tree: usize, token: i32) -> Candidate {
-        Candidate { score, chance: (temper * score).exp(), tree, token }
+        let each = scores.iter().zip(tempers);
+        Ok(Self(each.map(|(&score, &temper)| Candidate { score, chance: (temper * score).exp() }).collect()))
     }
 
     /// The nodes.
@@ -124,42 +107,107 @@ impl Candidates {
         }
         best
     }
+}
 
-    /// `choice` for one request, or fewer nodes where two rounds bring its tokens in less than `share` of the time.
+/// What a round that verifies trees costs.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RoundCost {
+    /// Seconds of the target's pass.
+    pub target: PassTable,
+    /// Seconds of the round beside that pass.
+    pub beside: f64,
+    /// Seconds that the round may take.
+    pub limit: f64,
+    /// Rows that a request's tree may take, ascending, where all requests take as many; empty where a round takes one
+    /// row for each node.
+    pub tiers: Vec<u32>,
+}
+
+/// The trees of a round.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ChosenTrees {
+    /// One for each request; a root alone where nothing is worth verifying.
+    pub trees: Vec<MergedDrafts>,
+    /// Tokens that the round is expected to give, over the batch.
+    pub tokens: f64,
+    /// Seconds that it is expected to take.
+    pub seconds: f64,
+}
+
+impl ChosenTrees {
+    /// Whole trees, where nobody knows what a round costs.
+    pub fn all(trees: Vec<MergedDrafts>) -> Self {
+        let drafted: f64 = trees.iter().flat_map(drafts).map(f64::exp).sum();
+        Self { tokens: trees.len() as f64 + drafted, trees, seconds: 0.0 }
+    }
+}
+
+impl RoundCost {
+    /// Trees cut to the nodes that give the most expected tokens a second. A node of score s is taken to be accepted with
+    /// probability `exp(s)`.
     ///
-    /// A sure chain below a doubtful token is verified for nothing where that is refused. A round with the k nodes
-    /// before it draws that token anyway, and where it is the one that was foretold, the next round verifies the rest:
-    /// the same expected tokens, at the cost of the first round and the chance of the second. `plain`: seconds of a round
-    /// without nodes.
-    pub fn settle(&self, choice: Choice, target: &PassTable, beside: f64, plain: f64, share: f64) -> Choice {
-        let n = choice.nodes.min(self.0.len());
-        let seconds = |nodes: usize| if nodes == 0 { plain } else { beside + target.at(nodes as u64 + 1) };
-        let (mut best, mut least, mut expected) = (choice, share * seconds(n), 1.0);
-        for k in 0..n.saturating_sub(1) {
-            let chance = self.0[k].chance;
-            let both = seconds(k) + chance * seconds(n - k - 1);
-            if both < least {
-                least = both;
-                let min_score = if k == 0 { f64::INFINITY } else { self.0[k - 1].score };
-                best = Choice { nodes: k, min_score, expected };
+    /// # Errors
+    /// [`Error::OutOfRange`] for a tier.
+    pub fn choose(&self, trees: &[MergedDrafts]) -> Result<ChosenTrees> {
+        self.tiers.iter().try_for_each(|&tier| in_range("tier", tier, 1, MAX_DRAFT_TOKENS.into()).map(drop))?;
+        let (nodes, min_score, tokens, rows) =
+            if self.tiers.is_empty() { self.best_nodes(trees) } else { self.best_tier(trees) };
+        let limits = MergeLimits { nodes, min_score, ..MergeLimits::new(nodes, MAX_DRAFT_TOKENS) };
+        let trees = trees.iter().map(|tree| tree.pruned(limits)).collect::<Result<_>>()?;
+        Ok(ChosenTrees { trees, tokens, seconds: self.beside + self.target.at(rows) })
+    }
+
+    /// Nodes of a tree, score from which on they are taken, expected tokens and rows, where nodes are counted over all
+    /// trees.
+    fn best_nodes(&self, trees: &[MergedDrafts]) -> (u32, f32, f64, u64) {
+        let mut scores: Vec<f64> = trees.iter().flat_map(drafts).collect();
+        scores.sort_by(|a, b| b.total_cmp(a));
+        let all = Candidates(scores.iter().map(|&score| Candidate { score, chance: score.exp() }).collect());
+        let choice = all.choose(trees.len() as u32, &self.target, self.beside, self.limit);
+        let nodes = if choice.nodes == 0 { 1 } else { MAX_DRAFT_TOKENS };
+        (nodes, choice.min_score as f32, choice.expected, (trees.len() + choice.nodes) as u64)
+    }
+
+    /// The same, where each tree takes as many rows as the largest one.
+    fn best_tier(&self, trees: &[MergedDrafts]) -> (u32, f32, f64, u64) {
+        let batch = trees.len() as u64;
+        let mut best = (1, f32::NEG_INFINITY, batch as f64, batch);
+        let (mut best_rate, mut filled) = (0.0, 1);
+        let largest = trees.iter().map(MergedDrafts::len).max().unwrap_or(1);
+        let chances: Vec<Vec<f64>> = trees
+            .iter()
+            .map(|tree| {
+                let mut chances: Vec<f64> = drafts(tree).map(f64::exp).collect();
+                chances.sort_by(|a, b| b.total_cmp(a));
+                chances
+            })
+            .collect();
+        for &tier in &self.tiers {
+            if largest <= filled {
+                break; // no tree would fill it
             }
-            expected += chance;
+            filled = tier as usize;
+            let rows = batch * u64::from(tier);
+            let seconds = self.beside + self.target.at(rows);
+            let drafted: f64 = chances.iter().flat_map(|own| own.iter().take(filled - 1)).sum();
+            let rate = (batch as f64 + drafted) / seconds;
+            if rate > best_rate && seconds <= self.limit {
+                best_rate = rate;
+                best = (tier, f32::NEG_INFINITY, batch as f64 + drafted, rows);
+            }
         }
         best
     }
+}
 
-    /// True if some number n of the best nodes of a tree is expected to give more tokens than `price(n)`.
-    pub fn pays(&self, tree: usize, price: impl Fn(u64) -> f64) -> bool {
-        let mut wins = 0.0;
-        self.0.iter().filter(|node| node.tree == tree).zip(1u64..).any(|(node, n)| {
-            wins += node.chance;
-            wins > price(n)
-        })
-    }
+/// Scores of a tree's nodes, its root apart.
+fn drafts(tree: &MergedDrafts) -> impl Iterator<Item = f64> + '_ {
+    tree.scores().iter().skip(1).map(|&score| score.into())
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::{Proposal, merge};
     use super::*;
 
     fn table() -> PassTable {
@@ -191,22 +239,38 @@ mod tests {
         assert!(Candidates::scored(&[-1.0], &[]).is_err());
     }
 
-    #[test]
-    fn a_sure_chain_waits_behind_a_doubtful_token() {
-        let scores = [-0.01, -2.0, -2.01, -2.02, -2.03, -2.04, -2.05];
-        let nodes = Candidates::scored(&scores, &[1.0; 7]).unwrap();
-        let all = Choice { nodes: 7, min_score: -2.05, expected: 2.7 };
-        let settled = nodes.settle(all, &table(), 0.1, 2.0, 0.93);
-        assert_eq!((settled.nodes, settled.min_score), (1, -0.01));
-        assert_eq!(nodes.settle(all, &table(), 0.1, 2.0, 0.1), all, "two rounds save too little");
-        let none = Choice { nodes: 0, min_score: f64::INFINITY, expected: 1.0 };
-        assert_eq!(nodes.settle(none, &table(), 0.1, 2.0, 0.93), none);
+    fn tree(chances: &[f32]) -> MergedDrafts {
+        let children = Proposal {
+            parents: vec![-1; chances.len()],
+            tokens: (1..).take(chances.len()).collect(),
+            probs: chances.to_vec(),
+            buckets: Vec::new(),
+        };
+        merge(0, 50, &[&children], None, MergeLimits::new(40, 8)).unwrap()
+    }
+
+    fn cost(tiers: &[u32], limit: f64) -> RoundCost {
+        RoundCost { target: table(), beside: 0.1, limit, tiers: tiers.to_vec() }
     }
 
     #[test]
-    fn a_tree_pays_by_any_number_of_its_nodes() {
-        let nodes = Candidates::scored(&[-0.5, -0.5, -0.5], &[1.0; 3]).unwrap();
-        assert!(nodes.pays(0, |n| if n == 3 { 1.5 } else { 9.0 }));
-        assert!(!nodes.pays(0, |n| n as f64) && !nodes.pays(1, |_| 0.0));
+    fn the_best_nodes_of_all_trees_are_taken_together() {
+        let trees = [tree(&[0.9, 0.05]), tree(&[]), tree(&[0.8])];
+        let chosen = cost(&[], f64::INFINITY).choose(&trees).unwrap();
+        assert_eq!(chosen.trees.iter().map(MergedDrafts::len).collect::<Vec<_>>(), [2, 1, 1]);
+        assert!((chosen.tokens - 3.9).abs() < 1e-6 && (chosen.seconds - 3.1).abs() < 1e-9);
+        let none = cost(&[], 1.0).choose(&trees).unwrap();
+        assert!(none.trees.iter().all(|tree| tree.len() == 1) && none.tokens == 3.0);
+    }
+
+    #[test]
+    fn a_tier_is_chosen_by_all_trees_and_filled_by_one() {
+        let trees = [tree(&[0.3, 0.3, 0.3]), tree(&[0.9])];
+        let chosen = cost(&[2, 4, 8], f64::INFINITY).choose(&trees).unwrap();
+        assert_eq!(chosen.trees.iter().map(MergedDrafts::len).collect::<Vec<_>>(), [2, 2]);
+        assert!((chosen.tokens - 3.2).abs() < 1e-6 && (chosen.seconds - 3.1).abs() < 1e-9);
+        let alone = cost(&[2, 4, 8], f64::INFINITY).choose(&trees[..1]).unwrap();
+        assert_eq!(alone.trees[0].len(), 4, "by itself it pays for a larger tier");
+        assert_eq!(cost(&[2, 4], 0.5).choose(&trees).unwrap().trees[0].len(), 1, "no tier within the limit");
     }
 }

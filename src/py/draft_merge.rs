@@ -4,8 +4,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
 
-use super::arg::{Int, detached, guarded, i32s, u32s};
-use super::grammar::GrammarTracker;
+use super::arg::{Int, guarded, i32s, u32s};
 use crate::draft::{self, MergeLimits};
 use crate::error::{Result, in_range};
 
@@ -187,23 +186,6 @@ impl MergedDrafts {
         guarded(py, || self.0.pruned(limits)).map(Self)
     }
 
-    /// The same without what a request's grammar does not allow behind its output. Of a tree that stands below the last
-    /// token of that output.
-    #[pyo3(signature = (grammar, nodes, depth, *, off_spine=Int::EIGHT))]
-    #[pyo3(text_signature = "($self, grammar, nodes, depth, *, off_spine=8)")]
-    fn allowed(
-        &self,
-        py: Python<'_>,
-        grammar: &Bound<'_, GrammarTracker>,
-        nodes: Int,
-        depth: Int,
-        off_spine: Int,
-    ) -> PyResult<Self> {
-        let limits = limits(nodes, depth, off_spine, None)?;
-        let tracker = &grammar.get().0;
-        detached(py, || self.0.kept(limits, |path, token| tracker.allows(path, token))).map(Self)
-    }
-
     /// Tell a calibration what was accepted: `path` are the nodes that verification walked, from the root (0) on. Nodes
     /// whose parent is on the path had their chance; of those, the ones on the path were accepted.
     fn settle(&self, py: Python<'_>, path: Vec<Int>, calibration: &Bound<'_, DraftCalibration>) -> PyResult<()> {
@@ -226,7 +208,7 @@ impl MergedDrafts {
 pub(super) struct DraftCalibration(Mutex<draft::Calibration>);
 
 impl DraftCalibration {
-    fn state(&self) -> MutexGuard<'_, draft::Calibration> {
+    pub(super) fn state(&self) -> MutexGuard<'_, draft::Calibration> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -268,11 +250,23 @@ impl DraftCalibration {
         Ok(())
     }
 
-    /// Hold a source's proposal against the tokens that the target drew: every node whose parent these reached had its
-    /// outcome, verified or not. How many of the tokens the proposal has, one below the other.
-    fn grade(&self, source: Int, proposal: &Bound<'_, DraftProposal>, drawn: Vec<Int>) -> PyResult<usize> {
-        let (source, drawn) = (self.source(source)?, u32s("token", &drawn)?);
-        Ok(self.state().grade(source, &proposal.get().0, &drawn))
+    /// Compare what sources proposed, one of each or `None`, with the tokens that the target drew: every node whose parent
+    /// these reached had its outcome, verified or not. Returns how many of the tokens each proposal has, one below the
+    /// other.
+    fn grade(
+        &self,
+        py: Python<'_>,
+        proposals: Vec<Option<Bound<'_, DraftProposal>>>,
+        drawn: Vec<Int>,
+    ) -> PyResult<Vec<usize>> {
+        let drawn = u32s("token", &drawn)?;
+        guarded(py, || {
+            let mut state = self.state();
+            state.check(proposals.len())?;
+            let each = proposals.iter().enumerate();
+            let graded = each.map(|(source, one)| one.as_ref().map_or(0, |p| state.grade(source, &p.get().0, &drawn)));
+            Ok(graded.collect())
+        })
     }
 
     fn __repr__(&self) -> String {

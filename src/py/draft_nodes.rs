@@ -1,51 +1,33 @@
-//! Nodes of merged trees by what they are worth; over [`crate::draft`].
+//! The nodes of trees that are worth verifying; over [`crate::draft`].
 
 use pyo3::prelude::*;
 
-use super::arg::{Int, same_len, u32s};
-use super::draft_merge::MergedDrafts;
-use crate::bounds::MAX_BATCH;
-use crate::draft::{Candidate, Candidates, Choice, PassTable};
+use super::arg::{Int, detached, guarded, u32s};
+use super::draft_merge::{DraftCalibration, DraftProposal, MergedDrafts};
+use super::grammar::GrammarTracker;
+use crate::bounds::{MAX_BATCH, MAX_DRAFT_TOKENS};
+use crate::draft::{self, Candidates, ChosenTrees, MergeLimits, PassTable, Proposal, RoundCost};
 use crate::error::{Result, in_range};
 
 /// Seconds of passes: row counts, seconds of each, and what these are multiplied by.
 type Table = (Vec<Int>, Vec<f64>, f64);
 /// Nodes, the score from which on they are taken, expected tokens.
 type Chosen = (usize, f64, f64);
+/// A request: its last token, what each source proposes, levels of its tree at most, and its grammar.
+type Asked<'py> = (Int, Vec<Option<Bound<'py, DraftProposal>>>, Int, Option<Bound<'py, GrammarTracker>>);
+/// A round's cost: seconds of the target's passes, those beside them, the limit, and rows that a tree may take.
+type Cost = (Table, f64, f64, Vec<Int>);
 
 fn table((rows, seconds, pace): Table) -> Result<PassTable> {
     PassTable::new(u32s("rows of a pass", &rows)?, seconds, pace)
 }
 
-fn chosen(choice: Choice) -> Chosen {
-    (choice.nodes, choice.min_score, choice.expected)
-}
-
-/// Nodes of the trees of a batch whose score is not below `least`, the likeliest first. A node of score s is taken to be
-/// accepted with probability `exp(temper * s)`; each tree has the temper of its request.
-///
-/// `target`, wherever it is asked for, is (row counts, seconds of a pass of each, factor on them): a pass of other rows is
-/// interpolated.
+/// Nodes that may be worth verifying. One of score s is taken to be accepted with probability `exp(temper * s)`.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct DraftNodes(Candidates);
 
-impl DraftNodes {
-    fn node(&self, index: Int) -> Result<Candidate> {
-        let index = index.within("node", 0, self.0.nodes().len() as i128 - 1)? as usize;
-        Ok(self.0.nodes()[index])
-    }
-}
-
 #[pymethods]
 impl DraftNodes {
-    #[new]
-    fn new(trees: Vec<Bound<'_, MergedDrafts>>, tempers: Vec<f64>, least: f64) -> PyResult<Self> {
-        in_range("trees", trees.len() as u64, 0, MAX_BATCH.into())?;
-        same_len("tempers", tempers.len(), "trees", trees.len())?;
-        let trees: Vec<_> = trees.iter().map(|tree| &tree.get().0).zip(tempers).collect();
-        Ok(Self(Candidates::of(&trees, least)))
-    }
-
     /// Nodes by their scores, likeliest first, each with its temper.
     #[staticmethod]
     fn scored(scores: Vec<f64>, tempers: Vec<f64>) -> PyResult<Self> {
@@ -54,64 +36,19 @@ impl DraftNodes {
 
     /// A node's cumulative log-probability.
     fn score(&self, index: Int) -> PyResult<f64> {
-        Ok(self.node(index)?.score)
-    }
-
-    /// The probability that a node is accepted.
-    fn chance(&self, index: Int) -> PyResult<f64> {
-        Ok(self.node(index)?.chance)
-    }
-
-    /// A node's token; -1 of one that has only a score.
-    fn token(&self, index: Int) -> PyResult<i32> {
-        Ok(self.node(index)?.token)
+        let index = index.within("node", 0, self.0.nodes().len() as i128 - 1)? as usize;
+        Ok(self.0.nodes()[index].score)
     }
 
     /// The number of nodes with the most expected tokens a second, the score of the last one (infinite for none) and
     /// these tokens, for a batch of so many requests, each with its root.
     ///
-    /// `beside`: seconds of the round beside the target's pass; `limit`: seconds that it may take.
+    /// `target`: (row counts, seconds of a pass of each, factor on them), interpolated; `beside`: seconds of the round
+    /// beside the target's pass; `limit`: seconds that it may take.
     fn choose(&self, batch: Int, target: Table, beside: f64, limit: f64) -> PyResult<Chosen> {
         let (batch, target) = (batch.u32("batch")?, table(target)?);
-        Ok(chosen(self.0.choose(batch, &target, beside, limit)))
-    }
-
-    /// A choice for one request, or fewer nodes where two rounds bring its tokens in less than `share` of the time: a sure
-    /// chain below a doubtful token waits until that has come.
-    ///
-    /// `plain`: seconds of a round without nodes.
-    fn settle(&self, choice: (Int, f64, f64), target: Table, beside: f64, plain: f64, share: f64) -> PyResult<Chosen> {
-        let (nodes, min_score, expected) = choice;
-        let nodes = nodes.within("nodes", 0, self.0.nodes().len() as i128)? as usize;
-        let target = table(target)?;
-        Ok(chosen(self.0.settle(Choice { nodes, min_score, expected }, &target, beside, plain, share)))
-    }
-
-    /// What verifying one node for each of `batch` requests takes, in plain rounds of `plain` seconds, where some number
-    /// of the best nodes of tree `tree` is expected to give more tokens than verifying as many takes; `None` else.
-    ///
-    /// `least`: plain rounds that it takes at least. `tiers`: rows that a request's tree takes, ascending, where rounds
-    /// are made for those alone.
-    #[pyo3(signature = (tree, batch, target, beside, plain, least, tiers=None))]
-    #[allow(clippy::too_many_arguments)]
-    fn price(
-        &self,
-        tree: Int,
-        batch: Int,
-        target: Table,
-        beside: f64,
-        plain: f64,
-        least: f64,
-        tiers: Option<Vec<Int>>,
-    ) -> PyResult<Option<f64>> {
-        let (tree, batch, target) = (tree.usize("tree")?, batch.u32("batch")?, table(target)?);
-        let tiers = u32s("tier", &tiers.unwrap_or_default())?;
-        let price = |nodes: u64| {
-            let rows = tiers.iter().map(|&t| t.into()).find(|&t: &u64| t > nodes).or(tiers.last().map(|&t| t.into()));
-            let seconds = beside + target.at(u64::from(batch) * rows.unwrap_or(nodes + 1));
-            f64::max(seconds / plain - 1.0, least)
-        };
-        Ok(self.0.pays(tree, price).then(|| price(1)))
+        let choice = self.0.choose(batch, &target, beside, limit);
+        Ok((choice.nodes, choice.min_score, choice.expected))
     }
 
     fn __len__(&self) -> usize {
@@ -121,4 +58,60 @@ impl DraftNodes {
     fn __repr__(&self) -> String {
         format!("DraftNodes(nodes={})", self.0.nodes().len())
     }
+}
+
+/// The trees of a round, the tokens that it is expected to give, and its seconds. What the sources propose for a request
+/// is merged as by `merge_drafts`, without what the request's grammar forbids; of all trees, the nodes stay that give
+/// the most tokens a second.
+///
+/// Each request is (last token, proposal of each source or `None`, levels of its tree at most, grammar or `None`).
+/// `nodes`: of a tree at most, root included. `cost` is (table of the target's passes as `DraftNodes.choose` takes it,
+/// seconds of the round beside them, seconds that the round may take, tiers). `tiers` are the rows that a tree may take,
+/// ascending, where all trees take as many; else there are none, and each node takes a row. Without a cost all nodes stay,
+/// and the round takes 0 seconds.
+#[pyfunction]
+#[pyo3(signature = (requests, calibration, vocab, nodes, cost=None))]
+pub(super) fn choose_drafts(
+    py: Python<'_>,
+    requests: Vec<Asked<'_>>,
+    calibration: &Bound<'_, DraftCalibration>,
+    vocab: Int,
+    nodes: Int,
+    cost: Option<Cost>,
+) -> PyResult<(Vec<MergedDrafts>, f64, f64)> {
+    in_range("requests", requests.len() as u64, 1, MAX_BATCH.into())?;
+    let (vocab, nodes) = (vocab.u32("vocab")?, nodes.u32("nodes")?);
+    let cost = cost.map(|(target, beside, limit, tiers)| {
+        let tiers = u32s("tier", &tiers)?;
+        table(target).map(|target| RoundCost { target, beside, limit, tiers })
+    });
+    let cost = cost.transpose()?;
+    let nothing = Proposal::default();
+    let mut asked = Vec::with_capacity(requests.len());
+    for (root, said, depth, grammar) in &requests {
+        let said: Vec<_> = said.iter().map(|one| one.as_ref().map_or(&nothing, |one| &one.get().0)).collect();
+        let limits = MergeLimits::new(nodes, depth.u32("depth")?);
+        asked.push((root.u32("root token")?, said, limits, grammar.as_ref().map(|grammar| &grammar.get().0)));
+    }
+    let calibration = calibration.get();
+    let run = || {
+        let state = calibration.state();
+        let trees = asked.iter().map(|(root, said, limits, grammar)| match grammar {
+            None => draft::merge(*root, vocab, said, Some(&state), *limits),
+            Some(tracker) => {
+                let wide = MergeLimits { nodes: nodes.saturating_mul(2).min(MAX_DRAFT_TOKENS), ..*limits };
+                let tree = draft::merge(*root, vocab, said, Some(&state), wide)?;
+                tree.kept(*limits, |path, token| tracker.allows(path, token))
+            }
+        });
+        let trees = trees.collect::<Result<Vec<_>>>()?;
+        match &cost {
+            Some(cost) => cost.choose(&trees),
+            None => Ok(ChosenTrees::all(trees)),
+        }
+    };
+    // Walking a grammar may take long; other work is over before another thread would have taken the GIL.
+    let walks = requests.iter().any(|(.., grammar)| grammar.is_some());
+    let chosen = if walks { detached(py, run) } else { guarded(py, run) }?;
+    Ok((chosen.trees.into_iter().map(MergedDrafts).collect(), chosen.tokens, chosen.seconds))
 }

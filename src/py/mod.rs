@@ -19,7 +19,7 @@
 //! | `revert` | the registry of historical faults |
 //! | `certify` | proofs of a configuration, as dictionaries |
 //! | `draft_merge` | proposals of drafters, their union in one tree, their calibration |
-//! | `draft_nodes` | nodes of merged trees by what they are worth |
+//! | `draft_nodes` | the nodes of trees that are worth verifying |
 //! | `drafts` | sources of drafts: a request's text, recycled tokens, a corpus |
 //! | `trees` | draft beams, the trees of a batch |
 //! | `sampling` | samplers and verification |
@@ -74,7 +74,7 @@ mod _specrs {
     #[pymodule_export]
     use super::draft_merge::{DraftCalibration, DraftProposal, MergedDrafts, merge_drafts};
     #[pymodule_export]
-    use super::draft_nodes::DraftNodes;
+    use super::draft_nodes::{DraftNodes, choose_drafts};
     #[pymodule_export]
     use super::drafts::{CorpusDrafts, DraftCorpus, RecycledTokens, SuffixDrafts};
     #[pymodule_export]

@@ -125,7 +125,7 @@ class World:
         began = self.clock.now
         while live := [t for t in texts if t.remaining > 0]:
             batch = Batch(live)  # type: ignore[arg-type]
-            started, proposals = self.clock.now, self.gathering.ask(batch)
+            proposals = self.gathering.ask(batch)
             self.rounds += 1
             if proposals is None or not proposals.pays:
                 self.clock.now += self.costs.plain(len(live))
@@ -137,8 +137,7 @@ class World:
                 rows = sum(map(len, hosted.drafts))
                 self.clock.now += self.costs.target.at(rows) + self.costs.overhead.at(HOSTED)
                 passed = [self._walk(t, tree) for t, tree in zip(live, hosted.drafts, strict=True)]
-                took = self.clock.now - started
-                self.gathering.observe(passed, range(len(live)), hosted, took, None)
+                self.gathering.observe(passed, range(len(live)), hosted, None)
             for t in live:
                 if t.remaining <= 0:
                     self.gathering.forget(t)  # type: ignore[arg-type]

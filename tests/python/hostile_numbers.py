@@ -195,37 +195,27 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             {"source": 1, "bucket": 3, "prob": 0.5},
         ),
         "DraftCalibration.grade": (
-            lambda **k: core.DraftCalibration(2).grade(proposal=core.DraftProposal([-1], [1], [0.5]), **k),
-            {"source": 1, "drawn": [1, 2]},
+            functools.partial(core.DraftCalibration(2).grade, [None, core.DraftProposal([-1], [1], [0.5])]),
+            {"drawn": [1, 2]},
         ),
         "DraftProposal.__new__": (
             core.DraftProposal,
             {"parents": [-1, 0], "tokens": [1, 2], "probs": [0.5, 0.5], "buckets": [0, 63]},
         ),
         "DraftProposal.fits": (core.DraftProposal([-1], [1], [0.5]).fits, {"nodes": 4, "vocab": 8}),
-        "DraftNodes.__new__": (lambda **k: core.DraftNodes([merge()], **k), {"tempers": [0.5], "least": -4.0}),
         "DraftNodes.scored": (core.DraftNodes.scored, {"scores": [-0.1, -0.2], "tempers": [1.0, 0.5]}),
         "DraftNodes.score": (core.DraftNodes.scored([-0.1], [1.0]).score, {"index": 0}),
-        "DraftNodes.chance": (core.DraftNodes.scored([-0.1], [1.0]).chance, {"index": 0}),
-        "DraftNodes.token": (core.DraftNodes.scored([-0.1], [1.0]).token, {"index": 0}),
         "DraftNodes.choose": (
             core.DraftNodes.scored([-0.1], [1.0]).choose,
             {"batch": 1, "target": PASSES, "beside": 0.1, "limit": 9.0},
         ),
-        "DraftNodes.settle": (
-            core.DraftNodes.scored([-0.1], [1.0]).settle,
-            {"choice": (1, -0.1, 1.9), "target": PASSES, "beside": 0.1, "plain": 1.0, "share": 0.9},
-        ),
-        "DraftNodes.price": (
-            core.DraftNodes.scored([-0.1], [1.0]).price,
+        "choose_drafts": (
+            functools.partial(core.choose_drafts, calibration=core.DraftCalibration(1)),
             {
-                "tree": 0,
-                "batch": 1,
-                "target": PASSES,
-                "beside": 0.1,
-                "plain": 1.0,
-                "least": 0.02,
-                "tiers": [2, 8],
+                "requests": [(1, [core.DraftProposal([-1], [1], [0.5])], 4, None)],
+                "vocab": 8,
+                "nodes": 5,
+                "cost": (PASSES, 0.1, 9.0, [2, 4]),
             },
         ),
         "SuffixDrafts.__new__": (core.SuffixDrafts, {"vocab": 8, "limit": 2**16, "prediction": [1, 2, 3]}),
@@ -260,10 +250,6 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "GrammarTracker.commit": (tracker().commit, {"tokens": [0, 1]}),
         "GrammarTracker.mask": (tracker().mask, {"path": [0, 1]}),
         "GrammarTracker.allowed": (tracker().allowed, {"tokens": [0, 1]}),
-        "MergedDrafts.allowed": (
-            lambda **k: merge().allowed(tracker(), **k),
-            {"nodes": 2, "depth": 1, "off_spine": 8},
-        ),
         "Sampler.__new__": (
             core.Sampler,
             {"vocab": 8, "prompt_tokens": [1], "temperature": 1.0, "top_k": 2, "top_p": 0.5, "min_p": 0.1, "seed": 1}

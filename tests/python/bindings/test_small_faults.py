@@ -102,9 +102,9 @@ def test_batches_beyond_the_limit_are_refused() -> None:
     drafts = core.merge_drafts(1, 9, [core.DraftProposal([-1], [2], [0.5])], 2, 1)
     for call in (
         lambda: core.TreeBatch.from_drafts([drafts] * 65_537),
-        lambda: core.DraftNodes([drafts] * 65_537, [1.0] * 65_537, -1e9),
+        lambda: core.choose_drafts([(1, [], 1, None)] * 65_537, core.DraftCalibration(1), 9, 2),
     ):
-        with pytest.raises(core.ConfigError, match=r"= 65537 is outside 0\.\.=65536"):
+        with pytest.raises(core.ConfigError, match=r"= 65537 is outside [01]\.\.=65536"):
             call()
 
 
@@ -138,7 +138,7 @@ LISTS = ("offsets of trees", "offsets of paths", "an accepted path", "rows of pa
 def long_lists(n: int) -> dict[str, Callable[[], object]]:
     many, one = torch.arange(n, 0, -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     drafts = core.merge_drafts(1, 9, [core.DraftProposal([-1], [2], [0.5])], 2, 1)
-    nodes, table = core.DraftNodes([drafts], [1.0], -1e9), list(range(n, 0, -1))
+    nodes, table = core.DraftNodes.scored([-0.5], [1.0]), list(range(n, 0, -1))
     return {
         "offsets of trees": lambda: core.TreeBatch.from_arrays(many, one, one, torch.zeros(1)),
         "offsets of paths": lambda: core.Accepts.from_arrays(many, one, one),

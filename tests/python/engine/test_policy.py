@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
 import random
 
 import pytest
@@ -84,96 +82,46 @@ def test_the_choice_is_the_best_by_exhaustion() -> None:
 
 
 def test_nodes_of_several_trees_are_chosen_as_the_formula_says() -> None:
-    """Against the same loops in plain Python: random trees, tempers, tables, batches and limits."""
+    """Against the same loops in plain Python: random trees, tables, batches, limits and tiers."""
     rng = random.Random(11)
-    for _ in range(200):
+    for _ in range(300):
         rows = sorted(rng.sample(range(1, 40), rng.randrange(1, 6)))
         target = PassCost(rows, sorted(rng.uniform(0.5, 3.0) for _ in rows), Pace(rng.uniform(0.5, 2.0)))
         batch, beside, limit = rng.randrange(1, 4), rng.uniform(0.01, 0.5), rng.choice([math.inf, rng.uniform(1, 6)])
-        trees, tempers, least = [], [rng.uniform(0.2, 2.0) for _ in range(batch)], math.log(0.02)
+        tiers = rng.choice([[], [2, 4, 8, 16]])
+        asked = []
         for _ in range(batch):
             n = rng.randrange(0, 30)
             parents = [rng.randrange(-1, i) for i in range(n)]
             source = core.DraftProposal(parents, list(range(n)), [rng.uniform(0.05, 1.0) for _ in range(n)])
-            trees.append(core.merge_drafts(0, 64, [source], 40, 40, off_spine=40))
-        found = DraftNodes(trees, tempers, least)
-        plain = [(s, t, i) for i, (tree, t) in enumerate(zip(trees, tempers, strict=True)) for s in tree.scores[1:]]
-        plain = sorted((n for n in plain if n[0] >= least), key=lambda n: -n[0])
-        assert [found.score(i) for i in range(len(found))] == [s for s, _, _ in plain]
-        assert [found.chance(i) for i in range(len(found))] == pytest.approx([math.exp(t * s) for s, t, _ in plain])
-        best, expected = (0, math.inf, float(batch)), float(batch)
-        best_rate = expected / (beside + target.at(batch))
-        for n, (score, temper, _) in enumerate(plain, start=1):
-            expected += math.exp(temper * score)
-            seconds = beside + target.at(batch + n)
-            if expected / seconds > best_rate and seconds <= limit:
-                best_rate, best = expected / seconds, (n, score, expected)
-        assert found.choose(batch, target.table, beside, limit) == pytest.approx(best)
-        for tree in range(batch):
-            for tiers in (None, [4, 16, 64]):
-                wins, prices, pays = 0.0, [], False
-                own = [math.exp(t * s) for s, t, i in plain if i == tree]
-                for n, chance in enumerate(own, start=1):
-                    wins += chance
-                    wide = n + 1 if tiers is None else next((t for t in tiers if t > n), tiers[-1])
-                    prices.append(max((target.at(batch * wide) + beside) / 1.5 - 1.0, 0.02))
-                    pays |= wins > prices[-1]
-                price = found.price(tree, batch, target.table, beside, 1.5, 0.02, tiers)
-                assert price == (pytest.approx(prices[0]) if pays else None)
-
-
-def two_rounds(p: TreePolicy, chances: list[float], drafting: float, first: int) -> tuple[float, float]:
-    """Seconds and tokens of verifying so many nodes of a chain, and then, where these and the next token came, the
-    rest: over each token at which the target may depart from the chain."""
-    n, seconds, tokens, reached = len(chances), 0.0, 0.0, 1.0
-    for depart in range(n + 1):
-        ends = reached - (chances[depart] if depart < n else 0.0)  # nodes before it came, and it did not
-        reached -= ends
-        again = first < n and depart > first
-        spent = p.costs.plain(1) if first == 0 else drafting + p.costs.target.at(1 + first)
-        if again:
-            spent += drafting + p.costs.target.at(n - first)
-        seconds += ends * spent
-        # The target's own token comes with each round; the second round's root is the first one's last token.
-        tokens += ends * (depart + 1)
-    return seconds, tokens
-
-
-def test_a_doubtful_token_is_settled_before_what_stands_behind_it() -> None:
-    p, drafting = policy(growth=0.3), 0.1
-    doubtful = [math.log(q) for q in itertools.accumulate([0.4] + [0.98] * 9, operator.mul)]
-    p.kinds[0].temper = 1.0
-    choice = p.choose(1, nodes(p, doubtful), drafting)
-    assert choice.nodes == 10, "by itself the round pays"
-    assert p.settle(choice, nodes(p, doubtful), drafting).nodes == 0
-    sure = [math.log(q) for q in itertools.accumulate([0.98] * 10, operator.mul)]
-    assert p.settle(p.choose(1, nodes(p, sure), drafting), nodes(p, sure), drafting).nodes == 10
-    later = [math.log(q) for q in itertools.accumulate([0.98] * 3 + [0.4] + [0.98] * 9, operator.mul)]
-    settled = p.settle(p.choose(1, nodes(p, later), drafting), nodes(p, later), drafting)
-    assert (settled.nodes, settled.min_score) == (3, later[2])
-
-
-def test_settling_is_the_best_of_two_rounds_by_exhaustion() -> None:
-    rng = random.Random(5)
-    for _ in range(300):
-        p, drafting = policy(growth=rng.uniform(0.02, 0.6)), rng.uniform(0.0, 0.5)
-        p.kinds[0].temper = rng.choice([0.5, 1.0])
-        steps = [rng.choice([0.3, 0.6, 0.9, 0.99]) for _ in range(rng.randrange(2, 14))]
-        scores = [math.log(q) for q in itertools.accumulate(steps, operator.mul)]
-        choice = p.choose(1, nodes(p, scores), drafting)
-        if choice.nodes < 2:
-            continue
-        chances = [p.kinds[0].chance(s) for s in scores[: choice.nodes]]
-        whole = drafting + p.costs.target.at(1 + choice.nodes)
-        each = [two_rounds(p, chances, drafting, k) for k in range(choice.nodes - 1)]
-        settled = p.settle(choice, nodes(p, scores), drafting)
-        least = min(seconds for seconds, _ in each)
-        if least < 0.92 * whole:
-            assert settled.nodes < choice.nodes
-        if settled.nodes < choice.nodes:
-            assert each[settled.nodes][0] == pytest.approx(least) and least < 0.94 * whole
-        assert all(tokens == pytest.approx(choice.expected) for _, tokens in each), "no token is lost"
-        assert settled.expected == pytest.approx(1.0 + sum(chances[: settled.nodes]))
+            asked.append((0, [source], 8, None))
+        calibration = core.DraftCalibration(1)
+        whole, _, seconds = core.choose_drafts(asked, calibration, 64, 40)
+        assert seconds == 0.0
+        scores = [sorted(tree.scores[1:], reverse=True) for tree in whole]
+        options = [(float(batch), batch)]  # tokens, rows
+        if tiers:
+            filled = [tier for last, tier in zip([1, *tiers], tiers, strict=False) if max(map(len, whole)) > last]
+            for tier in filled:
+                tokens = batch + sum(math.exp(s) for own in scores for s in own[: tier - 1])
+                options.append((tokens, batch * tier))
+            first = 0.0
+        else:
+            best = sorted((s for own in scores for s in own), reverse=True)
+            for n in range(1, len(best) + 1):
+                options.append((batch + sum(map(math.exp, best[:n])), batch + n))
+            first = batch / (beside + target.at(batch))
+        tokens, rows_ = options[0]
+        for one in options[1:]:
+            seconds = beside + target.at(one[1])
+            if one[0] / seconds > first and seconds <= limit:
+                first, (tokens, rows_) = one[0] / seconds, one
+        trees, got, seconds = core.choose_drafts(asked, calibration, 64, 40, (target.table, beside, limit, tiers))
+        assert got == pytest.approx(tokens) and seconds == pytest.approx(beside + target.at(rows_))
+        if not tiers:
+            assert sum(map(len, trees)) <= rows_
+        else:
+            assert max(map(len, trees)) <= rows_ // batch
 
 
 def test_drafting_stops_where_a_step_costs_more_than_it_brings() -> None:

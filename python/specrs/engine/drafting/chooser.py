@@ -21,7 +21,6 @@ TAIL = 32
 (part ``tails`` of `benches/results/gate.json`)."""
 FROM_THE_BEGINNING = sys.maxsize
 _RISK = 0.7  # of what a request may lose, what one round may
-_SETTLED_BY = 0.93  # of one round's time, what two must stay below: a source need not say the same again
 _LEARN = 0.05  # weight of a round
 _COOL = 0.8  # temperature up to which sampling is near to greedy
 
@@ -236,22 +235,6 @@ class TreePolicy:
             limit: seconds that the round may take.
         """
         return TreeChoice(*nodes.choose(batch, self.costs.target.table, drafting, limit))
-
-    def settle(self, choice: TreeChoice, nodes: DraftNodes, drafting: float) -> TreeChoice:
-        """The choice for one request, or fewer nodes where two rounds bring its tokens in less time.
-
-        A sure chain below a doubtful token is verified for nothing where that is refused. A round with the nodes
-        before it draws that token anyway, and where it is the one that was foretold, the next round verifies the rest:
-        the same expected tokens, at the cost of the first round and the chance of the second.
-
-        Args:
-            choice: of ``choose``, from ``nodes``.
-            nodes: of a request alone, as there; of a source that will rather say the same again.
-            drafting: as there.
-        """
-        chosen = choice.nodes, choice.min_score, choice.expected
-        table, plain = self.costs.target.table, self.costs.plain(1)
-        return TreeChoice(*nodes.settle(chosen, table, drafting, plain, _SETTLED_BY))
 
 
 def nodes_of(scored: Sequence[tuple[float, Kind]]) -> DraftNodes:

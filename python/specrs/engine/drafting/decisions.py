@@ -316,16 +316,14 @@ class Drafting:
         hosted = plan.trees
         if hosted is None or gathering is None:
             return None
-        seconds = None if outcome.verified.cold else outcome.seconds
-        if plan.united:
-            heads, hosts = united.shares(outcome.verified, passed, [hosted.drafts[row] for row in rows])
-            gathering.observe(passed, rows, hosted, seconds, [share.accepted for share in heads], hosts)
-            return heads
         if plan.head is None:
-            gathering.observe(passed, rows, hosted, seconds, None)
+            gathering.observe(passed, rows, hosted, None)
             return None
-        heads = [gathering.share(hosted.head[row], p) for row, p in zip(rows, passed, strict=True)]
-        gathering.observe(passed, rows, hosted, seconds, [share.accepted for share in heads])
+        if plan.united:
+            heads = united.shares(outcome.verified, passed)
+        else:
+            heads = [gathering.share(hosted.head[row], p) for row, p in zip(rows, passed, strict=True)]
+        gathering.observe(passed, rows, hosted, [share.accepted for share in heads])
         return heads
 
     def _observe_costs(self, outcome: RoundOutcome, policy: TreePolicy) -> None:

@@ -58,20 +58,7 @@ class Source:
             return 0
 
 
-@dataclass(frozen=True)
-class SourceProposal:
-    """A checked proposal: what one source says may come next.
-
-    Attributes:
-        source: its index among the engine's; the head's is behind them.
-        proposal: its tree, in the core's memory.
-    """
-
-    source: int
-    proposal: DraftProposal
-
-
-def checked(proposal: Drafts, source: int, nodes: int, depth: int, vocab_size: int) -> SourceProposal:
+def checked(proposal: Drafts, nodes: int, depth: int, vocab_size: int) -> DraftProposal:
     """A proposal that can be relied on. Raises ValueError, TypeError and whatever reading it raises where it is none.
 
     One of the core's own may be deeper than was asked for; merging cuts it.
@@ -83,7 +70,7 @@ def checked(proposal: Drafts, source: int, nodes: int, depth: int, vocab_size: i
     if isinstance(proposal, DraftProposal):  # a tree, if not perhaps of this request
         if not proposal.fits(nodes, vocab_size):
             raise ValueError(f"{proposal} for at most {nodes} nodes of a vocabulary of {vocab_size} tokens")
-        return SourceProposal(source, proposal)
+        return proposal
     parents = [operator.index(p) for p in islice(proposal.parents, nodes + 1)]
     tokens = [operator.index(t) for t in islice(proposal.tokens, nodes + 1)]
     probs = [float(p) for p in islice(proposal.probs, nodes + 1)]
@@ -97,7 +84,7 @@ def checked(proposal: Drafts, source: int, nodes: int, depth: int, vocab_size: i
     if any(size != count for size in sizes):
         raise ValueError(f"parents, tokens, probs and buckets of {sizes} entries: they must be of equal length")
     _check_nodes(parents, tokens, probs, buckets, depth, vocab_size)
-    return SourceProposal(source, DraftProposal(parents, tokens, [max(p, _LEAST) for p in probs], buckets))
+    return DraftProposal(parents, tokens, [max(p, _LEAST) for p in probs], buckets)
 
 
 def _check_nodes(
@@ -136,7 +123,6 @@ class DraftSession:
     """
 
     source: Source
-    index: int
     request_id: int
     faults: deque[str]
     drafting: Drafting | None = None
@@ -164,7 +150,7 @@ class DraftSession:
         except Exception as error:
             self.fail("extend", error)
 
-    def propose(self, tokens: Sequence[int], nodes: int, depth: int, vocab_size: int) -> SourceProposal | None:
+    def propose(self, tokens: Sequence[int], nodes: int, depth: int, vocab_size: int) -> DraftProposal | None:
         """What it proposes behind a request's tokens, of which it is told first; ``None`` for nothing."""
         depth = min(depth, self.source.depth)
         if nodes < 1 or depth < 1:
@@ -173,8 +159,8 @@ class DraftSession:
         if self.drafting is None:
             return None
         try:
-            part = checked(self.drafting.propose(nodes, depth), self.index, nodes, depth, vocab_size)
-            return part if len(part.proposal) else None
+            proposal = checked(self.drafting.propose(nodes, depth), nodes, depth, vocab_size)
+            return proposal if len(proposal) else None
         except Exception as error:
             self.fail("propose", error)
             return None
@@ -240,7 +226,7 @@ class Sources:
         """A request's draftings, begun where it has none. Each is told of tokens by `DraftSession.propose`."""
         told = self._told.get(request.request_id)
         if told is None:
-            told = [DraftSession(source, i, request.request_id, self._faults) for i, source in enumerate(self.all)]
+            told = [DraftSession(source, request.request_id, self._faults) for source in self.all]
             self._told[request.request_id] = told
             prompt = tuple(request.tokens[: request.prompt_len])
             known = DraftRequest(
