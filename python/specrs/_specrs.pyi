@@ -207,7 +207,7 @@ class TreeShape:
         """
 
     def __getnewargs__(self) -> tuple[int, int, int]:
-        """For copies and pickles: configurations go to processes."""
+        """Arguments for copies and pickles: configurations are sent to processes."""
 
     def __eq__(self, value: object, /) -> bool: ...
     def __hash__(self) -> int: ...
@@ -215,9 +215,9 @@ class TreeShape:
 @final
 class Geometry:
     """Checked limits, tree shape and draft layout: every size of specrs is a property of this object. Raises
-    `ConfigError` where a limit is out of range or a size does not fit int32 indexing.
+    `ConfigError` if a limit is out of range or a size does not fit int32 indexing.
 
-    `reverts` are ids of historical faults to put back, for debugging alone (see `faults()`); `None` takes those that
+    `reverts` are ids of historical faults to put back, for debugging alone (see `faults()`); `None` means those that
     the environment variable `SPECRS_DEBUG_REVERT` names, usually none.
     """
 
@@ -248,11 +248,11 @@ class Geometry:
 
     @property
     def layout(self) -> Literal["dense", "holey"]:
-        """Draft layout in force: `"dense"` (also for K = 1 or P = 1) or `"holey"`."""
+        """Draft layout in use: `"dense"` (also for K = 1 or P = 1) or `"holey"`."""
 
     @property
     def reverts(self) -> tuple[int, ...]:
-        """Ids of the historical faults that are put back; empty but for debugging."""
+        """Ids of the historical faults that are put back; empty except for debugging."""
 
     @property
     def alloc_len_per_decode(self) -> int:
@@ -292,14 +292,14 @@ class Geometry:
         """Positions a request must have allocated for its next round: whole pages, never fewer than `allocated`."""
 
     def draft_region(self, committed: SupportsIndex) -> DraftRegion:
-        """The draft region behind a prefix of `committed` tokens."""
+        """Returns the draft region after a prefix of `committed` tokens."""
 
     def __eq__(self, value: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
 @final
 class DraftRegion:
-    """Where the draft KV of one request lives, in row positions."""
+    """Row positions of the draft KV of one request."""
 
     @property
     def layout(self) -> Literal["dense", "holey"]:
@@ -352,7 +352,7 @@ class Tree:
         """Next child of the same parent, -1 for the last."""
 
     def mask_bits(self) -> list[int]:
-        """One integer per node: bit j is set where node j is that node or one of its ancestors."""
+        """Returns one integer per node: bit j is set if node j is that node or one of its ancestors."""
 
     def __len__(self) -> int: ...
     def __eq__(self, value: object, /) -> bool: ...
@@ -360,8 +360,8 @@ class Tree:
 
 @final
 class Sequence:
-    """Handle of a sequence of a pool. It does not own the sequence: `Pool.release` ends it, and a handle that is
-    used afterwards raises `StaleHandleError`.
+    """Handle of a sequence of a pool. The handle does not own the sequence: `Pool.release` ends the sequence, and
+    using the handle afterwards raises `StaleHandleError`.
     """
 
     @property
@@ -370,14 +370,16 @@ class Sequence:
 
     @property
     def generation(self) -> int:
-        """How often the row was used before, plus one."""
+        """Number of sequences that had the row so far, this one included."""
 
     def __eq__(self, value: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
 @final
 class Pool:
-    """Paged KV accounts: page ids and who owns them, no KV bytes. Page 0 is the sink. Every call is all or nothing."""
+    """Account of KV pages: page ids and their owners, no KV bytes. Page 0 is the sink. A call that fails changes
+    nothing.
+    """
 
     def __new__(
         cls, num_pages: SupportsIndex, page_size: SupportsIndex, max_seqs: SupportsIndex, row_pages: SupportsIndex
@@ -399,24 +401,24 @@ class Pool:
         """Pages that one sequence can have."""
 
     def create(self) -> Sequence:
-        """A new sequence without pages. Raises `PoolExhaustedError` where `max_seqs` live."""
+        """Make a sequence without pages. Raises `PoolExhaustedError` if `max_seqs` sequences live."""
 
     def fork(self, seq: Sequence, length: SupportsIndex) -> Sequence:
-        """A new sequence that shares the pages of the first `length` committed positions of `seq`."""
+        """Make a sequence that shares the pages of the first `length` committed positions of `seq`."""
 
     def reserve(self, wants: _List[tuple[Sequence, SupportsIndex]]) -> Lease:
-        """Pages for row positions `0..positions` of each sequence, for all of them or none (`PoolExhaustedError`).
-        The lease is a context manager: leaving it without `commit` rolls back.
+        """Reserve pages for row positions `0..positions` of each sequence, for all sequences or none
+        (`PoolExhaustedError`). The lease is a context manager: leaving it without `commit` rolls back.
         """
 
     def release(self, seqs: _List[Sequence]) -> None:
-        """End sequences; each page of theirs loses an owner."""
+        """End sequences; each of their pages loses an owner."""
 
     def committed(self, seq: Sequence) -> int:
         """Valid positions of a sequence."""
 
     def allocated(self, seq: Sequence) -> int:
-        """Positions of a sequence that have a page, whole pages."""
+        """Positions of a sequence that have a page: a multiple of the page size."""
 
     def pages(self, seq: Sequence) -> list[int]:
         """Pages of a sequence, in the order of its positions."""
@@ -424,33 +426,34 @@ class Pool:
     def cache_lookup(
         self, tokens: _List[SupportsIndex], max: SupportsIndex | None = None, salt: SupportsIndex = ...
     ) -> tuple[Sequence, int, int]:
-        """A new sequence that starts with the longest cached prefix of `tokens` (full pages, at most `max`
-        positions, default all), its length, and how many of those positions have the draft's KV too. `salt` (64
-        bits): prefixes of different salts share no page.
+        """Returns a new sequence that starts with the longest cached prefix of `tokens` (full pages, at most `max`
+        positions, default all), the length of that prefix, and how many of its positions have the draft's KV too.
+        `salt` has 64 bits: prefixes of different salts share no page.
         """
 
     def cache_insert(
         self, seq: Sequence, tokens: _List[SupportsIndex], drafted: SupportsIndex = ..., salt: SupportsIndex = ...
     ) -> int:
         """Let the cache keep the full pages of `tokens`, the first committed tokens of `seq`; the first `drafted` of
-        them have the draft's KV too (0 without a draft model). Returns how many pages were new to it. Pages that it
-        has already stay, unless they lack draft KV that this sequence's have. `salt`: of lookups that may find them.
+        them have the draft's KV too (0 without a draft model). Returns how many pages were new to the cache. It
+        keeps the pages that it has already, unless they lack draft KV that this sequence's pages have. Lookups with
+        the same `salt` may find the pages.
         """
 
     def cache_clear(self) -> int:
         """Empty the prefix cache; returns how many pages it had."""
 
     def alloc_pages(self, n: SupportsIndex) -> list[int]:
-        """Take `n` pages for a caller that keeps its own sequences; all or nothing."""
+        """Take `n` pages, or none, for a caller that keeps its own sequences."""
 
     def free_pages(self, pages: _List[SupportsIndex]) -> None:
-        """Give back pages of `alloc_pages`. A page given more often than it is owned raises `LedgerError`, and
-        nothing is changed.
+        """Give back pages of `alloc_pages`. A page that is given back more often than it is owned raises
+        `LedgerError`, and nothing is changed.
         """
 
     def owners(self) -> list[tuple[int, str]]:
-        """`(page, owner)` for each owner of each page, pages ascending: `"sequence ROW.GENERATION"`, `"prefix
-        cache"`, or `"raw pages"` (of `alloc_pages`).
+        """Returns `(page, owner)` for each owner of each page, pages ascending: `"sequence ROW.GENERATION"`,
+        `"prefix cache"`, or `"raw pages"` (of `alloc_pages`).
         """
 
     def take_next(self, pages: _List[SupportsIndex]) -> None:
@@ -459,22 +462,20 @@ class Pool:
         """
 
     def audit(self) -> dict[str, int]:
-        """Recount every owner of every page; raises `LedgerError` where the account is wrong, else returns the
-        counts.
-        """
+        """Recount every owner of every page; raises `LedgerError` if the account is wrong, else returns the counts."""
 
     def stats(self) -> dict[str, int]:
         """Counters: pages (without the sink) and sequences."""
 
 @final
 class Lease:
-    """Pages reserved for a batch. `with pool.reserve(...) as lease:` rolls back on leaving unless `commit` was
-    called; an object that is dropped rolls back too.
+    """Lease on pages reserved for a batch. `with pool.reserve(...) as lease:` rolls back on leaving unless `commit`
+    was called; a lease that is dropped rolls back, too.
     """
 
     @property
     def copies(self) -> Moves:
-        """Copies (of slots) to run before anything is written under the lease, by `kv_move`."""
+        """Copies of slots, to be run by `kv_move` before any write under the lease."""
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -482,29 +483,31 @@ class Lease:
 
     @property
     def live(self) -> bool:
-        """Whether it has neither been committed nor rolled back."""
+        """True if the lease has neither been committed nor rolled back."""
 
     def commit(self, committed: _List[SupportsIndex]) -> None:
-        """Make `committed[i]` the committed length of sequence i and end the lease; overshoot pages go back, whole.
-        Where a length is refused (`ConfigError`), nothing changes and the lease stays live.
+        """Make `committed[i]` the committed length of sequence i and end the lease; whole pages beyond the lengths
+        go back. If a length is refused (`ConfigError`), nothing changes and the lease stays live.
         """
 
     def renew(self, positions: _List[SupportsIndex]) -> None:
-        """Pages for row positions `0..positions[i]` of sequence i, for all of them or none (`PoolExhaustedError`):
-        room for a later round while one is in flight. No page goes. `copies` are then those of this call, to run
-        behind the round in flight.
+        """Reserve pages for row positions `0..positions[i]` of sequence i, for all sequences or none
+        (`PoolExhaustedError`): room for a later round while one is in flight. No page goes back. Afterwards `copies`
+        are those of this call, to be run after the round in flight.
         """
 
     def advance(self, committed: _List[SupportsIndex]) -> None:
-        """Make `committed[i]` the committed length of sequence i and keep the lease with every page of it: `commit`
+        """Make `committed[i]` the committed length of sequence i and keep the lease with all of its pages: `commit`
         of a round while the next one is in flight. Leaving the lease later rolls back to these lengths.
         """
 
     def rollback(self) -> None:
-        """Give every page behind the committed lengths back and end the lease."""
+        """Give back every page beyond the committed lengths and end the lease."""
 
     def remap(self, seq: Sequence, first: SupportsIndex, order: _List[SupportsIndex]) -> None:
-        """Pages of one token only: position `first + i` of `seq` gets the page that `first + order[i]` had."""
+        """Reorder the pages of `seq`, which must have one token each: position `first + i` gets the page that `first
+        + order[i]` had.
+        """
 
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -534,9 +537,9 @@ class Moves:
         """Destination slots, int32."""
 
     def claim(self, address: SupportsIndex, nbytes: SupportsIndex) -> None:
-        """For a caller that runs them by a kernel of its own: check that they may run now over the KV cache whose
-        memory is `nbytes` bytes at `address`, and count them as run there, as `kv_move` does. Raises
-        `StaleHandleError` where they have run there, or their pages, their lease or the committed length have
+        """Check that the moves may run now over the KV cache whose memory is `nbytes` bytes at `address`, and count
+        them as run there, as `kv_move` does: for a caller that runs them by a kernel of its own. Raises
+        `StaleHandleError` if they have run there, or if their pages, their lease or the committed length have
         changed.
         """
 
@@ -544,37 +547,38 @@ class Moves:
 
 @final
 class Plan:
-    """What one step of a batch writes and attends to, checked against the pool, and the arrays of its format.
-    Kernels refuse it (`StaleHandleError`) once a row's pages have changed or its lease has ended, and once more is
-    committed than it was made for. B requests, Q queries.
+    """Plan of one step of a batch: the slots that it writes and attends to, checked against the pool, and the arrays
+    of the plan's format. Kernels refuse the plan (`StaleHandleError`) once a row's pages have changed, its lease has
+    ended, or more is committed than the plan was made for. B requests, Q queries.
     """
 
     @property
     def format(self) -> Literal["native", "flashinfer", "flash_attention", "triton"]:
-        """Format of its arrays: `"native"` (none), `"flashinfer"`, `"flash_attention"` or `"triton"`."""
+        """Format of the plan's arrays: `"native"` (none), `"flashinfer"`, `"flash_attention"` or `"triton"`."""
 
     @property
     def expand_page_size(self) -> int | None:
-        """In format `"flash_attention"`, tokens of the pages that `expand_page_table` names (1: slots). `None` where
-        the phase is one causal pass, and in other formats.
+        """Tokens per page that `expand_page_table` names in format `"flash_attention"` (1: slots). `None` if the
+        phase is one causal pass, and in other formats.
         """
 
     def arrays(self) -> dict[str, Array]:
-        """The arrays of its format by name, exactly as long as they are used, without a copy. Arrays of the plan's
-        own memory stay as they are for as long as anybody holds them; numpy sees them read-only. Writing into them
-        by other means (torch, say) corrupts the plan. Arrays in `FormatBuffers` are views: `StaleOutputError` once
-        these are written again.
+        """Returns the arrays of the plan's format by name, of exactly the length that is used, without a copy.
+        Arrays in the plan's own memory keep their values for as long as anybody holds them; numpy may only read
+        them. Writing into them by other means (torch, say) corrupts the plan. Arrays in `FormatBuffers` are views:
+        reading them raises `StaleOutputError` once the buffers are written again.
         """
 
     def attending_from(self, starts: _List[SupportsIndex]) -> Plan:
-        """The same plan, of which each live request attends its positions from `starts[i]` on alone: for a draft
-        model that began in the midst of a request, whose KV before that was never written. Each start is a multiple
-        of the page size and at most the request's prefix. Positions stay what they are; of format `"native"`.
+        """Returns the same plan, except that live request i attends only its positions from `starts[i]` on: for a
+        draft model that began in the midst of a request and never wrote the KV before. Each start is a multiple of
+        the page size and at most the request's prefix. Positions do not change. The plan must be of format
+        `"native"`.
         """
 
     @property
     def whole(self) -> bool:
-        """Whether its requests attend all of their positions (`attending_from`)."""
+        """True if the plan's requests attend all of their positions (see `attending_from`)."""
 
     @property
     def first_pages(self) -> _List[int]:
@@ -617,12 +621,12 @@ class Plan:
     @property
     def committed(self) -> Array:
         """Committed length that each live request was planned for, int32 [live_batch]: kernels refuse the plan
-        (`StaleHandleError`) once more is committed, or the commit of more is planned.
+        (`StaleHandleError`) once more is committed, or a commit of more is planned.
         """
 
     @property
     def qo_indptr(self) -> Array:
-        """First query of each request, and Q: int32 [B + 1]."""
+        """First query of each request, then Q: int32 [B + 1]."""
 
     @property
     def prefix_lens(self) -> Array:
@@ -638,17 +642,18 @@ class Plan:
 
     @property
     def mask(self) -> Array:
-        """int64 [Q, W]: bit b of a row says that the query attends row position `prefix + b`. W = 0 in a causal
-        plan.
+        """Attention mask, int64 [Q, W]: bit b of a row says that the query attends row position `prefix + b`. W = 0
+        in a causal plan.
         """
 
     def page_table(self) -> Array:
-        """Pages of each request, int32 [B, columns]; 0 where it has none."""
+        """Returns the pages of each request, int32 [B, columns]; 0 in columns without a page."""
 
 @final
 class DeviceLens:
     """Committed lengths of `batch` requests that live on the device: the host knows only that none exceeds
-    `at_most`. They size buffers; a plan of the host, which has to read lengths, refuses them.
+    `at_most`. They can size buffers; the planner itself, which runs on the host and has to read lengths, refuses
+    them.
     """
 
     def __new__(cls, batch: SupportsIndex, at_most: SupportsIndex) -> Self: ...
@@ -666,8 +671,8 @@ class DeviceLens:
 @final
 class FormatBuffers:
     """Static memory for the arrays of one format and phase, made by `Planner.buffers` and written by plans made with
-    `out=`: it never moves and never grows. Each write makes a new generation; arrays of earlier plans are stale
-    then.
+    `out=`: it never moves and never grows. Each write makes a new generation, and arrays of earlier plans are stale
+    from then on.
     """
 
     @property
@@ -688,23 +693,23 @@ class FormatBuffers:
 
     @property
     def generation(self) -> int:
-        """Times that the arrays were written, or begun to be; 0 before the first."""
+        """Number of writes to the arrays, including one that has begun; 0 before the first."""
 
     def tensors(self) -> dict[str, Array]:
-        """The whole memory of each array by name, for what holds on to addresses (a captured graph). These never go
-        stale: they show what was written last. A write states every element of the plan's own shapes
-        (`Plan.arrays`), whatever stood there, and nothing behind them: there stands what others wrote, or what
-        specrs wrote before; of tables specrs clears its own.
+        """Returns the whole memory of each array by name, for users that keep addresses (a captured graph). These
+        tensors never go stale: they show the last write. A write sets every element of the plan's own shapes
+        (`Plan.arrays`) and no element beyond them: those keep the values of earlier writes, by specrs or by others.
+        In tables specrs clears the elements that it wrote before.
         """
 
 @final
 class Planner:
-    """Makes the plans of a geometry over a pool, in the format of an attention backend; its buffers are reused once the
-    plans made of them, and the arrays of these, are dropped.
+    """Makes the plans of a geometry over a pool, in the format of an attention backend. It reuses its buffers once the
+    plans in them, and the arrays of those plans, are dropped.
 
-    `format` is `"native"`, `"flashinfer"`, `"flash_attention"` or `"triton"`; one that cannot run the geometry raises
-    `ConfigError`, which says what would work, and so does a pool of another page size, or with fewer `row_pages` than
-    the geometry's. `mask` chooses the masks of `"flashinfer"`: `"bool"`, `"packed"` bits, or `"both"`.
+    `format` is `"native"`, `"flashinfer"`, `"flash_attention"` or `"triton"`; a format that cannot run the geometry
+    raises `ConfigError`, which says what would work. A pool of another page size, or with fewer `row_pages` than the
+    geometry's, raises it, too. `mask` chooses the masks of `"flashinfer"`: `"bool"`, `"packed"` bits, or `"both"`.
     """
 
     def __new__(
@@ -720,11 +725,11 @@ class Planner:
 
     @property
     def format(self) -> Literal["native", "flashinfer", "flash_attention", "triton"]:
-        """The format of its plans' arrays."""
+        """The format of the arrays of the planner's plans."""
 
     def set_debug(self, on: bool) -> None:
-        """Check every query and every page of each plan from its arrays alone, and poison reused buffers: slow, to
-        find faults.
+        """Turn on or off a slow search for faults: checks of every query and every page of each plan from its arrays
+        alone, and poison in reused buffers.
         """
 
     def extend(
@@ -736,14 +741,15 @@ class Planner:
         out: FormatBuffers | None = None,
         pad: tuple[SupportsIndex, SupportsIndex] | None = None,
     ) -> Plan:
-        """`counts[i]` tokens of sequence i at row positions `starts[i]...`, attended causally: prefill chunks, and the
-        draft model's pass over accepted tokens.
+        """Plan `counts[i]` tokens of sequence i at row positions `starts[i]...`, attended causally: prefill chunks, and
+        the draft model's pass over accepted tokens.
 
-        Of every plan: `pad` is (requests, queries) to pad to, at most `max_batch` and what so many requests have in the
-        phase; `out` takes the arrays of the format, see `buffers`. What it writes is reserved (`Pool.reserve`) by a
-        lease that lives, and it is planned behind what is committed or in flight: a length before that, which would
-        overwrite committed KV, or beyond, where nobody wrote, is a `ConfigError`. `extend` alone may start before it,
-        for the draft model; up to the committed length it needs no lease.
+        For every plan, `pad` is (requests, queries) to pad to, at most `max_batch` requests and the queries that so
+        many requests have in the phase; `out` takes the arrays of the format, see `buffers`. A live lease must have
+        reserved (`Pool.reserve`) the positions that the plan writes. They begin right after the committed positions and
+        those in flight: a smaller length, which would overwrite committed KV, is a `ConfigError`, and so is a larger
+        one, which would leave positions unwritten. Only `extend` may start earlier, for the draft model; up to the
+        committed length it needs no lease.
         """
 
     def decode(
@@ -754,7 +760,7 @@ class Planner:
         out: FormatBuffers | None = None,
         pad: tuple[SupportsIndex, SupportsIndex] | None = None,
     ) -> Plan:
-        """One token of each sequence behind its `lens[i]` committed ones: plain decoding."""
+        """Plan plain decoding: one token of each sequence after its `lens[i]` committed ones."""
 
     def draft(
         self,
@@ -767,11 +773,12 @@ class Planner:
         out: FormatBuffers | None = None,
         pad: tuple[SupportsIndex, SupportsIndex] | None = None,
     ) -> Plan:
-        """The forward of the beams of draft step `step` (0-based), K queries a request. A beam attends its true
-        ancestors (`mode="ancestors"`), or its own lane's slots of the earlier steps (`"lane"`).
+        """Plan the forward of the beams of draft step `step` (0-based), K queries a request. A beam attends its true
+        ancestors (`mode="ancestors"`), or the slots that its own lane has from the earlier steps (`"lane"`).
 
-        `beams` are `DraftBeams`, or their ancestors: int64 [B * K, draft_mask_words], bit b * S + s of a row for the
-        beam b of step s, the row's own included (`DraftBeams.ancestors`). With `"lane"` it may be `None`.
+        `beams` are `DraftBeams`, or their ancestors: int64 [B * K, draft_mask_words], where bit b * S + s of a row
+        stands for beam b of step s, and the row's own bit is set (`DraftBeams.ancestors`). With `"lane"` it may be
+        `None`.
         """
 
     def verify(
@@ -783,8 +790,8 @@ class Planner:
         out: FormatBuffers | None = None,
         pad: tuple[SupportsIndex, SupportsIndex] | None = None,
     ) -> Plan:
-        """The target's pass over one tree a request: node j at row position `lens[i] + j`, attending the prefix and
-        its ancestors.
+        """Plan the target's pass over one tree for each request: node j is at row position `lens[i] + j` and attends
+        the prefix and its ancestors.
         """
 
     def audit(
@@ -794,23 +801,23 @@ class Planner:
         step: SupportsIndex | None = None,
     ) -> Plan:
         """Check a plan that was made elsewhere, such as on a device, from its arrays alone: each query, each page,
-        each dead value. `arrays` are rows, versions, qo_indptr, prefix_lens, positions, out_slots and mask as `Plan`
-        has them; `step` is that of a `"draft"`. The plan's own format derives its arrays, which are read back and
-        checked, too.
+        each dead value. `arrays` are rows, versions, qo_indptr, prefix_lens, positions, out_slots and mask, each as
+        in `Plan`; `step` is the step of a `"draft"`. The arrays that the planner's format derives from these are
+        read back and checked, too.
         """
 
     def tail_copies(self, seqs: _List[Sequence], lens: _List[SupportsIndex] | DeviceLens) -> Moves:
-        """Copies of each prefix's tail into the holes before its draft branches, to be run on the draft model's
-        cache before the first step; none in the dense layout.
+        """Returns copies of each prefix's tail into the holes before its draft branches, to be run on the draft
+        model's cache before the first step; none in the dense layout.
         """
 
     def commit(
         self, lease: Lease, seqs: _List[Sequence], lens: _List[SupportsIndex] | DeviceLens, accepts: Accepts
     ) -> Moves:
         """Make the accepted nodes' KV the dense end of each prefix: with pages of one token the lease's rows are
-        reordered and nothing moves; else the returned moves have to be run before the lease is committed. `lease` is
-        of the planner's pool and covers each of `seqs`, else `ConfigError`; nothing is changed then. A second commit
-        of a round is a `ConfigError`, and its plans are refused from then on.
+        reordered and no KV moves; else the returned moves have to be run before the lease is committed. `lease` must
+        be of the planner's pool and cover each of `seqs`, else this raises `ConfigError` and changes nothing. A
+        second commit of a round is a `ConfigError`, too. The round's plans are refused after the commit.
         """
 
     def buffers(
@@ -820,14 +827,14 @@ class Planner:
         max_batch: SupportsIndex | None = None,
         tensors: Mapping[str, _Tensor] | None = None,
     ) -> FormatBuffers:
-        """Static memory for the arrays of `phase` (`"extend"`, `"decode"`, `"draft"`, `"verify"`), at the size that
-        `capacities` says, for plans made with `out=`. `step` makes it that of one draft step alone.
+        """Make static memory for the arrays of `phase` (`"extend"`, `"decode"`, `"draft"`, `"verify"`), at the sizes
+        that `capacities` returns, for plans made with `out=`. With `step` the memory is for that draft step alone.
 
-        With `tensors`, name to tensor, the arrays are written into these: on the CPU, contiguous, of the array's dtype
-        (`custom_mask`: bool or uint8), apart from each other and from those of other buffers; a table may have more
-        rows and columns than needed. They are zeroed, kept alive, and written by later plans: no thread may use them
-        during such a call. One that was resized since is refused. `ConfigError` names the first that is missing,
-        unknown, of another kind or too small.
+        With `tensors`, name to tensor, the arrays are written into these. Each tensor is on the CPU, contiguous, and of
+        the array's dtype (`custom_mask`: bool or uint8); it overlaps neither the others nor those of other buffers. A
+        table may have more rows and columns than needed. The tensors are zeroed, kept alive, and written by later
+        plans: no thread may use them during such a call. A tensor that was resized since is refused. `ConfigError`
+        names the first tensor that is missing, unknown, of another kind or too small.
         """
 
     def capacities(
@@ -836,8 +843,8 @@ class Planner:
         step: SupportsIndex | None = None,
         max_batch: SupportsIndex | None = None,
     ) -> dict[str, dict[str, Any]]:
-        """The largest size of each array of a phase, for `max_batch` requests: name to `shape`, `dtype`, `bytes` and
-        `formula`, where the size comes from.
+        """Returns the largest size of each array of a phase, for `max_batch` requests: name to `shape`, `dtype`,
+        `bytes` and `formula`, which tells where the size comes from.
         """
 
     def sizes(
@@ -846,9 +853,9 @@ class Planner:
         lens: _List[SupportsIndex] | DeviceLens,
         step: SupportsIndex | None = None,
     ) -> dict[str, dict[str, Any]]:
-        """The size of each array of a phase for requests of these lengths (a list, or `DeviceLens`, whose bound
-        counts): name to `shape`, `dtype`, `bytes`. `"extend"` counts tokens up to the context limit; `"draft"`
-        without `step` is the first step.
+        """Returns the size of each array of a phase for requests of these lengths (a list, or `DeviceLens`, whose
+        bound counts): name to `shape`, `dtype`, `bytes`. `"extend"` counts tokens up to the context limit; `"draft"`
+        without `step` means the first step.
         """
 
 @final
@@ -856,9 +863,10 @@ class KvCache:
     """Keys and values of all layers: a CPU tensor [layers, 2, num_slots, kv_heads, head_dim], float32 or bfloat16, keys
     at index 0 and values at 1. Slot s is position `s % page_size` of page `s // page_size`; page 0 is the sink.
 
-    The tensor's memory is shared and kept alive. Every call looks at the tensor again and raises `ConfigError` where
-    its storage was resized since (`resize_`, `set_`, numpy's `resize`), which frees memory whoever holds it. Calls that
-    write wait for each other; torch may use the tensor between calls, not during one. It may not require grad.
+    The tensor's memory is shared and kept alive. Every call looks at the tensor again and raises `ConfigError` if its
+    storage was resized since (`resize_`, `set_`, numpy's `resize`), which frees the memory although the cache holds it.
+    Calls that write wait for each other; torch may use the tensor between calls, not during one. The tensor may not
+    require grad.
     """
 
     def __new__(cls, tensor: _Tensor, page_size: SupportsIndex) -> Self: ...
@@ -892,8 +900,8 @@ class KvCache:
 
 @final
 class RopeTable:
-    """Cosines and sines, float32 [positions, half] each, of the angles that element d and element d + half of a head
-    are rotated by; the first 2 * half elements of a head are rotated.
+    """Cosines and sines of RoPE's angles, float32 [positions, half] each. Angle d rotates the elements d and d +
+    half of a head; the first 2 * half elements of a head are rotated.
     """
 
     def __new__(cls, cos: _Tensor, sin: _Tensor) -> Self: ...
@@ -908,11 +916,11 @@ class RopeTable:
 @final
 class PackedLinear:
     """A linear layer whose weight [N, K] (float32, bfloat16 or float16) and optional bias [N] (float32) are packed
-    once; the originals can go. `storage` is `"bf16"` or `"f16"` (2 bytes a weight; exact where the weight is of that
-    type, else rounded to nearest) or `"f32"`. `gated` says that the first N / 2 rows are a gate and the others an up
-    projection, for `forward_swiglu` alone.
+    once; the originals may be freed then. `storage` is `"bf16"` or `"f16"` (2 bytes a weight; exact if the weight has
+    that type, else rounded to nearest) or `"f32"`. `gated` says that the first N / 2 rows are a gate and the others an
+    up projection, which only `forward_swiglu` takes.
 
-    A row of the output depends on its own row of x only, bit for bit: not on the other rows, nor on the threads.
+    A row of the output depends, to the bit, on its own row of x alone: not on the other rows, nor on the threads.
     """
 
     def __new__(
@@ -952,11 +960,11 @@ class PackedLinear:
 class DraftBeams:
     """Candidates and beams of a batch while the draft model runs: made once, for rounds of up to `max_batch` requests.
     `vocab` is the target's vocabulary; `d2t` (int64 [draft vocabulary]) holds the offset to add to each draft id (the
-    EAGLE-3 format), `None` where both share one; it is read here alone.
+    EAGLE-3 format), `None` where both share one; only this constructor reads it.
 
-    `start(logits)` once a round, then `advance(logits)` after each forward of the draft model; between them `tokens`
-    and `parents` are the next forward's input, K rows a request. Logits without a distribution (NaN, +inf, no finite
-    value) raise nothing: their request stops drafting, see `faults`.
+    Call `start(logits)` once a round, then `advance(logits)` after each forward of the draft model; after each call
+    `tokens` and `parents` are the next forward's input, K rows a request. Logits without a distribution (NaN, +inf, no
+    finite value) raise no error: their request stops drafting, see `faults`.
     """
 
     def __new__(cls, max_batch: SupportsIndex, shape: TreeShape, d2t: _Tensor | None, vocab: SupportsIndex) -> Self: ...
@@ -991,8 +999,8 @@ class DraftBeams:
     @property
     def faults(self) -> list[NonFiniteError]:
         """Why requests of this round stopped drafting: a `NonFiniteError` each, with `request` (its row of the
-        batch), and `row` and `index` into the logits. Such a request keeps the levels drafted before; where `start`
-        met the fault, `finish` gives it its root alone.
+        batch), and `row` and `index` into the logits. Such a request keeps the levels that were drafted before; if
+        `start` met the fault, `finish` gives it only its root.
         """
 
     @property
@@ -1209,8 +1217,8 @@ def merge_drafts(
 
 @final
 class SuffixDrafts:
-    """What one request's own text proposes: an automaton over its prediction, prompt and output, in at most `limit`
-    bytes. Half of them are of the recent text, half of the text before; what is older is forgotten.
+    """Source of drafts from one request's own text: an automaton over its prediction, prompt and output, in at most
+    `limit` bytes. Half of the bytes hold the recent text and half the text before that; older text is forgotten.
     """
 
     def __new__(
@@ -1223,13 +1231,13 @@ class SuffixDrafts:
         """Append tokens of the output."""
 
     def propose(self, nodes: SupportsIndex, depth: SupportsIndex, after: _List[SupportsIndex] = ()) -> DraftProposal:
-        """At most `nodes` nodes of at most `depth` levels that may follow the text, or the tokens `after` behind it;
-        the likeliest first.
+        """Propose at most `nodes` nodes of at most `depth` levels that may follow the text and then the tokens
+        `after`; the likeliest first.
         """
 
     @property
     def matched(self) -> int:
-        """Tokens of the longest suffix of the text that occurred before."""
+        """Length in tokens of the longest suffix of the text that occurred before."""
 
     @property
     def bytes(self) -> int:
@@ -1239,21 +1247,21 @@ class SuffixDrafts:
 
 @final
 class RecycledTokens:
-    """After each token, what the target last ranked highest: 8 tokens a row, in at most `limit` bytes. Rows that
-    were not written for long are forgotten.
+    """Source of drafts from recycled tokens: after each token, the tokens that the target last ranked highest, 8 a
+    row, in at most `limit` bytes. Rows that were not written for long are forgotten.
     """
 
     def __new__(cls, vocab: SupportsIndex, limit: SupportsIndex) -> RecycledTokens: ...
     def observe(self, tokens: _List[SupportsIndex], best: _List[_List[SupportsIndex]]) -> None:
-        """After each of `tokens` the target's likeliest next tokens were those of `best`, the likeliest first;
-        beyond 8 they are ignored.
+        """Learn that after each of `tokens` the target's likeliest next tokens were those of `best`, the likeliest
+        first; tokens beyond 8 are ignored.
         """
 
     def follow(self, text: _List[SupportsIndex]) -> None:
-        """Each token of a text but the first is the likeliest behind the one before it now."""
+        """Learn a text: each of its tokens becomes the likeliest after the token before it."""
 
     def propose(self, last: SupportsIndex, nodes: SupportsIndex, depth: SupportsIndex) -> DraftProposal:
-        """At most `nodes` nodes of at most `depth` levels that may follow `last`; the likeliest first."""
+        """Propose at most `nodes` nodes of at most `depth` levels that may follow `last`; the likeliest first."""
 
     @property
     def bytes(self) -> int:
@@ -1263,21 +1271,21 @@ class RecycledTokens:
 
 @final
 class DraftCorpus:
-    """Texts that the operator gives, sorted in a file that is mapped into memory. The file must not be changed in
-    place while it is open; renaming another over it is safe.
+    """Source of drafts from texts that the operator gives, sorted in a file that is mapped into memory. The file
+    must not be changed in place while it is open; renaming another file over it is safe.
     """
 
     def __new__(cls, path: str | PathLike[str], verify: bool = True) -> DraftCorpus: ...
     @staticmethod
     def build(path: str | PathLike[str], vocab: SupportsIndex, tokens: _Tensor, ends: _List[SupportsIndex]) -> None:
-        """Write the file of a corpus: int32 `tokens` [n] of all documents, one behind another, and where each of
-        them `ends`, ascending; the last one at n. Takes 8 bytes of memory a token. A file that is there is replaced
-        by renaming.
+        """Write the file of a corpus: int32 `tokens` [n] of all documents, one document after another, and the
+        position where each document `ends`, ascending; the last one is n. Takes 8 bytes of memory a token. An
+        existing file is replaced by renaming.
         """
 
     @property
     def vocab(self) -> int:
-        """Size of the vocabulary that its tokens are of."""
+        """Size of the vocabulary of its tokens."""
 
     @property
     def documents(self) -> int:
@@ -1285,31 +1293,31 @@ class DraftCorpus:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the file, which are mapped."""
+        """Size of the mapped file in bytes."""
 
     def __len__(self) -> int: ...
 
 @final
 class CorpusDrafts:
-    """One request's place in a corpus, of a target whose vocabulary has `vocab` tokens."""
+    """One request's place in a corpus; `vocab` is the size of the target's vocabulary."""
 
     def __new__(cls, corpus: DraftCorpus, vocab: SupportsIndex) -> CorpusDrafts: ...
     def extend(self, tokens: _List[SupportsIndex]) -> None:
         """Append tokens of the request's text."""
 
     def propose(self, nodes: SupportsIndex, depth: SupportsIndex, after: _List[SupportsIndex] = ()) -> DraftProposal:
-        """At most `nodes` nodes of at most `depth` levels that may follow the text, or the tokens `after` behind it;
-        the likeliest first.
+        """Propose at most `nodes` nodes of at most `depth` levels that may follow the text and then the tokens
+        `after`; the likeliest first.
         """
 
     @property
     def matched(self) -> int:
-        """Tokens of the longest suffix of the text that occurs in the corpus, of at most 63."""
+        """Length in tokens, at most 63, of the longest suffix of the text that occurs in the corpus."""
 
 @final
 class TreeBatch:
-    """The token trees of a batch, one a request, nodes of all requests behind one another. Node 0 of each is its
-    root; indices are within the request's own tree.
+    """The token trees of a batch, one for each request; the nodes of each request follow those of the request
+    before. Node 0 of each tree is its root; indices count within the request's own tree.
     """
 
     @staticmethod
@@ -1318,8 +1326,8 @@ class TreeBatch:
         tokens: _List[_List[SupportsIndex]],
         scores: _List[_List[float]] | None = None,
     ) -> TreeBatch:
-        """Trees of any shape: a parent array (-1 for the root, `parents[i] < i`) and the tokens of each request;
-        `scores` are cumulative log-probabilities, 0 for roots.
+        """Trees of any shape, from a parent array (-1 for the root, `parents[i] < i`) and the tokens of each
+        request; `scores` are cumulative log-probabilities, 0 for roots.
         """
 
     @staticmethod
@@ -1329,7 +1337,7 @@ class TreeBatch:
     @staticmethod
     def from_arrays(offsets: _Tensor, tokens: _Tensor, parents: _Tensor, scores: _Tensor) -> TreeBatch:
         """Trees from the arrays of a device, on the host: int32 `offsets` [B + 1], int32 `tokens` and `parents` and
-        float32 `scores` of at least as many nodes; what lies behind the last is not read.
+        float32 `scores` of at least as many nodes; entries after the last are not read.
         """
 
     @property
@@ -1342,8 +1350,8 @@ class TreeBatch:
 
     @property
     def scores(self) -> Array:
-        """Cumulative log-probability of each node by its source, float32 [nodes]; 0 for roots, and for trees made
-        without scores.
+        """Cumulative log-probability that its source gave each node, float32 [nodes]; 0 for roots, and for trees
+        made without scores.
         """
 
     @property
@@ -1358,7 +1366,7 @@ class TreeBatch:
 
 @final
 class TokenMask:
-    """Tokens that may be drawn, a bit a token; made once, shared by samplers."""
+    """Set of the tokens that may be drawn, one bit a token; made once and shared by samplers."""
 
     def __new__(cls, vocab: SupportsIndex, tokens: _List[SupportsIndex]) -> Self: ...
     @property
@@ -1366,18 +1374,18 @@ class TokenMask:
         """Tokens of the vocabulary."""
 
     def tokens(self) -> list[int]:
-        """The tokens in it, ascending."""
+        """Returns the tokens of the set, ascending."""
 
     def __len__(self) -> int: ...
     def __contains__(self, token: SupportsIndex) -> bool: ...
 
 @final
 class GrammarVocabulary:
-    """The bytes of a model's tokens, by which its grammars are compiled; one an engine. Making it takes a second for
-    128k tokens.
+    """The bytes of a model's tokens, by which its grammars are compiled; one for each engine. Making it takes a second
+    for 128k tokens.
 
-    `tokens` has the bytes of each token within a text, none for one that never stands in a text. `special` are those
-    that stand for no text (EOS, marks of a chat): a grammar allows them where it names them.
+    `tokens` has the bytes of each token within a text, none for a token that never occurs in a text. `special` are the
+    tokens that stand for no text (EOS, marks of a chat): a grammar allows them only where it names them.
     """
 
     def __new__(cls, tokens: _List[bytes], special: _List[SupportsIndex]) -> Self: ...
@@ -1388,49 +1396,49 @@ class GrammarVocabulary:
         whitespace: str | None = None,
         start_after: str | _List[SupportsIndex] | None = None,
     ) -> Grammar:
-        """Compile what a text must look like. `kind` is `json` (a schema's text; between its tokens stands what the
-        regular expression `whitespace` matches, `""` for nothing), `regex`, `choice` (each of `texts`) or `grammar`
-        (Lark's syntax). It begins behind the text, or the tokens, `start_after`, before which anything may stand.
-        Raises `GrammarError`.
+        """Compile a grammar that texts must follow. `kind` is `json` (a schema's text; between JSON's tokens comes
+        whitespace that the regular expression `whitespace` matches, `""` for none), `regex`, `choice` (each of
+        `texts`) or `grammar` (Lark's syntax). The grammar begins after the text, or the tokens, `start_after`,
+        before which any text may come. Raises `GrammarError`.
         """
 
     def __len__(self) -> int: ...
 
 @final
 class Grammar:
-    """A compiled grammar, which requests share."""
+    """A compiled grammar that requests share."""
 
     def start(self, endings: _List[SupportsIndex]) -> GrammarTracker:
-        """A request at its beginning; `endings` are tokens that end its output, which are allowed where the text may
-        end.
+        """Returns the tracker of a request at its beginning; `endings` are tokens that end its output, which are
+        allowed where the text may end.
         """
 
 @final
 class GrammarTracker:
-    """How far one request has come in its grammar. Samplers that have it draw under its masks; the output is
-    committed to it once.
+    """Tracks how far one request has come in its grammar. Samplers that hold it draw under its masks; each output
+    token is committed to it once.
     """
 
     def commit(self, tokens: _List[SupportsIndex]) -> None:
-        """These tokens are the output's next ones. Raises `GrammarFailedError` where they cannot be followed, and
-        for every mask from then on.
+        """Commit the output's next tokens. Raises `GrammarFailedError` if the grammar cannot follow them; then every
+        later mask raises it, too.
         """
 
     def mask(self, path: _List[SupportsIndex] | None = None) -> TokenMask | None:
-        """What may be drawn behind the output and `path`; `None` for everything, behind an ending. Raises
-        `GrammarFailedError`.
+        """Returns the tokens that may be drawn after the output and `path`; `None`, after an ending, for every
+        token. Raises `GrammarFailedError`.
         """
 
     @property
     def complete(self) -> bool:
-        """Whether nothing but an ending can follow."""
+        """True if only an ending can follow."""
 
     def allowed(self, tokens: _List[SupportsIndex]) -> int:
-        """How many of these tokens may stand behind the output, one behind the other."""
+        """Returns how many of these tokens the grammar accepts, one after another, after the output."""
 
     def forced(self) -> list[int | tuple[bytes, list[int]]]:
-        """What must come next, in order: special tokens and endings as tokens, texts as `(bytes, tokens)`, of which
-        the tokens are one spelling.
+        """Returns the pieces that must come next, in order: special tokens and endings as tokens, texts as `(bytes,
+        tokens)`, where the tokens are one spelling of the bytes.
         """
 
 @final
@@ -1440,8 +1448,8 @@ class Sampler:
 
     `vocab` is the length of a logits row. `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, a repetition
     penalty of 1 and presence and frequency penalties of 0 do nothing. `logit_bias` maps token ids to a finite bias, or
-    -inf to forbid the token. `allowed` are the tokens that may be drawn at all, `grammar` says which may be drawn
-    behind the output and a path; the output is committed to it apart. A parameter that cannot be honoured raises
+    -inf to forbid the token. `allowed` are the tokens that may be drawn at all; `grammar` tells which may be drawn
+    after the output and a path, and the caller commits the output to it. A parameter that cannot be honoured raises
     `ConfigError` with its name.
 
     Logits are edited in float32. Limits: |bias| <= 1e30, |penalty| <= 1e20, repetition penalty in [1e-6, 1e6]; within
@@ -1472,26 +1480,26 @@ class Sampler:
         """Add emitted tokens to the history."""
 
     def draw(self, logits: _Tensor, position: SupportsIndex, path: _List[SupportsIndex] | None = None) -> int:
-        """The token at absolute `position` from its `logits` (float32 [vocab]); `path` are the tokens between the
-        committed history and it. Raises `NonFiniteError` for NaN, +inf, or no finite value; its `what` says whether
-        the logits came so, or bias and penalties made them so; `GrammarFailedError` where the grammar leaves
-        nothing.
+        """Draw the token at absolute `position` from its `logits` (float32 [vocab]); `path` are the tokens between
+        the committed history and that position. Raises `NonFiniteError` for NaN, +inf, or no finite value; its
+        `what` says whether the logits were given so, or bias and penalties made them so. Raises `GrammarFailedError`
+        if the grammar allows no token.
         """
 
     def processed(self, logits: _Tensor, out: _Tensor, path: _List[SupportsIndex] | None = None) -> None:
-        """Write what a token is drawn from to `out`, float32 [vocab]: each of its `logits` after masks, bias and
-        penalties, less the largest of them, over the temperature where that is not 0; -inf for tokens that are
-        banned, or that top-k, top-p and min-p leave out. `path` and errors are those of `draw`.
+        """Write the scores that a token is drawn from to `out`, float32 [vocab]: each of its `logits` after masks,
+        bias and penalties, minus the largest of them, divided by the temperature if that is not 0. Tokens that are
+        banned, or that top-k, top-p and min-p leave out, get -inf. `path` and errors are those of `draw`.
         """
 
 @final
 class Accepts:
-    """What a round accepted."""
+    """Accepted paths and emitted tokens of a round."""
 
     @staticmethod
     def from_arrays(offsets: _Tensor, paths: _Tensor, tokens: _Tensor) -> Accepts:
         """Accepted paths from the arrays of a device, on the host: int32 `offsets` [B + 1], int32 `paths` and
-        `tokens` of at least as many entries; what lies behind the last is not read. No request of them has an error.
+        `tokens` of at least as many entries; entries after the last are not read. No request has an error.
         """
 
     @property
@@ -1500,14 +1508,15 @@ class Accepts:
 
     @property
     def tokens(self) -> list[list[int]]:
-        """Tokens that each request emits: the accepted drafts and one more, drawn at the last accepted node. Where
-        `errors` has an error for the request, the accepted drafts alone: one less than its path has nodes.
+        """Tokens that each request emits: the accepted drafts and one more, drawn at the last accepted node. If
+        `errors` has an error for the request, only the accepted drafts: one token less than its path has nodes.
         """
 
     @property
     def errors(self) -> list[NonFiniteError | GrammarFailedError | None]:
-        """For each request `None`, or why no token could be drawn at the last node of its path: the `NonFiniteError`
-        of the row of logits, or a `GrammarFailedError`; `request` is its row of the batch, `row` the row of logits.
+        """For each request `None`, or the error that says why no token could be drawn at the last node of its path:
+        the `NonFiniteError` of the row of logits, or a `GrammarFailedError`. Its `request` is the row of the batch,
+        its `row` the row of logits.
         """
 
     def __len__(self) -> int: ...
@@ -1515,17 +1524,18 @@ class Accepts:
 def verify(trees: TreeBatch, logits: _Tensor, samplers: _List[Sampler], lens: _List[SupportsIndex]) -> Accepts:
     """Walk each tree along the tokens that plain decoding would draw. `logits` is float32 [sum of sizes, vocab], one
     row a node; `samplers` and `lens` (committed lengths: the roots' positions) have one entry a request. Samplers
-    are not changed. A row of logits that a walk reads and that cannot be sampled ends that request's walk alone: see
+    are not changed. A row of logits that cannot be sampled ends only the walk of the request that reads it: see
     `Accepts.errors`.
     """
 
 def likeliest(
     trees: TreeBatch, logits: _Tensor, requests: _List[SupportsIndex], count: SupportsIndex
 ) -> list[tuple[list[int], list[list[int]]]]:
-    """Of some `requests` (rows of the batch) the tokens of their trees' nodes, and for each node the tokens of its
-    `count` largest logits: the largest first, of equal ones the lower token first, as many as there are; none where
-    the row of logits has NaN or no finite value. `logits` is float32 [sum of sizes, vocab], one row a node. Raises
-    `ConfigError` for a request that is named twice, so that no more tokens come back than there are logits.
+    """Returns, for some `requests` (rows of the batch), the tokens of their trees' nodes, and for each node the
+    tokens of its `count` largest logits (of all, if there are fewer). The largest comes first; of equal logits the
+    lower token comes first. A row of logits with NaN or without a finite value gives none. `logits` is float32 [sum
+    of sizes, vocab], one row a node. Raises `ConfigError` for a request that is named twice, so that no more tokens
+    come back than there are logits.
     """
 
 def kv_write(cache: KvCache, layer: SupportsIndex, plan: Plan, k: _Tensor, v: _Tensor) -> None:
@@ -1533,22 +1543,22 @@ def kv_write(cache: KvCache, layer: SupportsIndex, plan: Plan, k: _Tensor, v: _T
 
 def kv_move(cache: KvCache, moves: Moves) -> None:
     """Copy the KV of each source slot to its destination slot, in every layer, in order. Moves that a planner or a
-    lease made run once over a cache; `StaleHandleError` refuses them a second time, and once their pages, their
-    lease or the committed length have changed.
+    lease made run once over a cache: a second run raises `StaleHandleError`, and so does a run after their pages,
+    their lease or the committed length have changed.
     """
 
 def attention(
     cache: KvCache, layer: SupportsIndex, plan: Plan, q: _Tensor, out: _Tensor, scale: float, cap: float | None = None
 ) -> None:
-    """Attention of q, float32 [Q, heads, head_dim], over a layer of the cache as the plan says, into out of the same
-    shape. Query heads are grouped over the cache's heads in order; scores are multiplied by `scale`, and with a
+    """Compute attention of q, float32 [Q, heads, head_dim], over a layer of the cache by the plan, into out of the
+    same shape. Query heads are grouped over the cache's heads in order; scores are multiplied by `scale`, and with a
     `cap` x becomes cap * tanh(x / cap). A query that attends nothing gives 0.
     """
 
 def attention_reference(
     cache: KvCache, layer: SupportsIndex, plan: Plan, q: _Tensor, out: _Tensor, scale: float, cap: float | None = None
 ) -> None:
-    """`attention` as a plain softmax in float64, to compare with."""
+    """`attention` computed by a plain softmax in float64, as a reference."""
 
 def rope_attention(
     cache: KvCache,
@@ -1564,9 +1574,9 @@ def rope_attention(
     eps: float = 0.0,
     cap: float | None = None,
 ) -> None:
-    """A layer's step around attention: norms each head of q and k (`q_norm`, `k_norm` [head_dim], optional), rotates
-    them at the plan's positions, writes k and v to the plan's slots, attends as `attention` does. `qkv` is float32
-    [Q, (num_heads + 2 kv_heads) * head_dim], `out` float32 [Q, num_heads * head_dim].
+    """Run a layer's step around attention: norms each head of q and k (`q_norm`, `k_norm` [head_dim], optional),
+    rotates them at the plan's positions, writes k and v to the plan's slots, attends as `attention` does. `qkv` is
+    float32 [Q, (num_heads + 2 kv_heads) * head_dim], `out` float32 [Q, num_heads * head_dim].
     """
 
 def rope_write(
@@ -1587,21 +1597,22 @@ def rms_norm(x: _Tensor, weight: _Tensor, eps: float, out: _Tensor) -> None:
     """out [M, K] = weight [K] * x [M, K] / sqrt(mean(x^2) + eps), all float32."""
 
 def as_array(tensor: _Tensor) -> Array:
-    """An array with a copy of `tensor`'s values (CPU, contiguous): to move a tensor between DLPack libraries."""
+    """Copy the values of `tensor` (CPU, contiguous) into an array, to move a tensor between DLPack libraries."""
 
 def set_num_threads(n: SupportsIndex) -> None:
     """Let the CPU kernels of this process use `n` threads, 1 to 64, the calling one included.
 
-    Results do not depend on `n`, to the bit. With 1 there are no other threads; otherwise workers start when a kernel
-    first has enough to do, poll within a pass, and sleep when none has called for about as long as waking takes.
+    Results do not depend on `n`, to the bit. With 1 there are no other threads. Otherwise workers start when a kernel
+    first has enough work, poll within a pass, and sleep once no kernel has called them for about the time that waking
+    takes.
 
     Without a call of this function (or `--threads` on the command line, which calls it), the number is the first of
-    these. (1) `torch.get_num_threads()` when an `LLM` is made, if somebody must have changed it: it differs from
-    `OMP_NUM_THREADS`, or, without that variable, is below number 3 or above the machine's CPUs. (2) The first number of
-    `OMP_NUM_THREADS`, read once; a value that is not a list of positive numbers is ignored. (3) The CPUs that the
-    process may use, by affinity mask and cgroup quota, at most 8.
+    these. (1) `torch.get_num_threads()` when an `LLM` is made, if somebody must have changed that number: it differs
+    from `OMP_NUM_THREADS`, or, without that variable, is below number 3 or above the machine's CPUs. (2) The first
+    number of `OMP_NUM_THREADS`, read once; a value that is not a list of positive numbers is ignored. (3) The CPUs that
+    the process may use, by affinity mask and cgroup quota, at most 8.
 
-    Raises ConfigError for an `n` out of range.
+    Raises `ConfigError` for an `n` out of range.
     """
 
 def num_threads() -> int:
@@ -1610,12 +1621,12 @@ def num_threads() -> int:
     """
 
 def _follow_torch(torch_threads: SupportsIndex, machine_cpus: SupportsIndex) -> None:
-    """Take over torch's number of threads if somebody must have changed it; `set_num_threads` has the rule."""
+    """Take over torch's number of threads if somebody must have changed that; `set_num_threads` has the rule."""
 
 def _numerics_ids() -> tuple[str, int | None]:
-    """`(instruction set, rule)`: what the CPU kernels were dispatched to (`avx512`, `avx2`, `neon` or `scalar`), and
-    the number of the rule that attention's bits on a GPU follow, which changes with them; `None` in a build without
-    CUDA.
+    """Returns `(instruction set, rule)`: the instruction set that the CPU kernels were dispatched to (`avx512`,
+    `avx2`, `neon` or `scalar`), and the number of the rule that attention's bits on a GPU follow, which changes with
+    those bits; `None` for the rule in a build without CUDA.
     """
 
 def faults() -> list[dict[str, Any]]:
@@ -1625,8 +1636,8 @@ def faults() -> list[dict[str, Any]]:
     """
 
 def _reverts_warning() -> str | None:
-    """What a process under `SPECRS_DEBUG_REVERT` says of itself in a line, and on stderr once; `None` where no fault
-    is put back. Raises `ConfigError` for an unknown id.
+    """Returns the line of a process under `SPECRS_DEBUG_REVERT` that names the faults put back, which is also
+    written to stderr once; `None` if no fault is put back. Raises `ConfigError` for an unknown id.
     """
 
 def certify(
@@ -1636,27 +1647,28 @@ def certify(
     shape: TreeShape,
     formats: _List[str] | None = None,
 ) -> dict[str, Any]:
-    """Prove a configuration in bounds: run the placements of every residue of the committed length in both layouts,
-    plan and audit whole rounds, and of each of `formats` (`"native"`, `"flashinfer"`, `"flash_attention"`, `"triton"`;
-    none by default) count full batches, write the arrays of representative rows and read them back as its kernel does.
+    """Prove a configuration in bounds: run the placements of every residue of the committed length in both layouts, and
+    plan and audit whole rounds. For each of `formats` (`"native"`, `"flashinfer"`, `"flash_attention"`, `"triton"`;
+    none by default) also count full batches, write the arrays of representative rows and read them back as the format's
+    kernel does.
 
-    Returns `holds` (bool: all of it), `reverts` (ids of historical faults that `SPECRS_DEBUG_REVERT` puts back), and of
-    placements and rounds `failed` (their number), `failures` (the first of them: `what`, `layout`, `committed`,
-    `residue`, `branch`, `step`, `got`, `limit`), `residues`, `placements` and `plans` checked, `layouts` (`layout`,
-    `alloc_len_per_decode`, `reserve_per_decode`, `row_width`), `buffers` of the native format (`name`, `phase`,
-    `dtype`, `elements`, `bytes`, `formula`), `native_bytes`, and for comparison `per_branch` (a buffer) with
-    `per_branch_fits`; then `formats`: `format`, `holds`, `usable` (in some layout) and `layouts`, each with `layout`,
-    `refused` (why it cannot be done and what would work, or `None`), `arrays` (`phase`, `step`, `name`, `dtype`,
-    `shape`, `bytes`, `formula`), `bytes` of all rounds' arrays and `bytes_of` each phase, `sizes` compared, `plans`
-    written, `reads` (slots read back), `written_context`, `failed` and `failures`. Raises `ConfigError` for a
-    configuration that cannot be made.
+    Returns `holds` (bool: no check failed), `reverts` (ids of historical faults that `SPECRS_DEBUG_REVERT` puts back),
+    and for placements and rounds `failed` (number of failed checks), `failures` (the first failed checks: `what`,
+    `layout`, `committed`, `residue`, `branch`, `step`, `got`, `limit`), `residues`, `placements` and `plans` checked,
+    `layouts` (`layout`, `alloc_len_per_decode`, `reserve_per_decode`, `row_width`), `buffers` of the native format
+    (`name`, `phase`, `dtype`, `elements`, `bytes`, `formula`), `native_bytes`, and for comparison `per_branch` (a
+    buffer) with `per_branch_fits`. Then `formats`, a list of: `format`, `holds`, `usable` (in some layout) and
+    `layouts`, each with `layout`, `refused` (why the format cannot be used and what would work, or `None`), `arrays`
+    (`phase`, `step`, `name`, `dtype`, `shape`, `bytes`, `formula`), `bytes` of all rounds' arrays and `bytes_of` each
+    phase, `sizes` compared, `plans` written, `reads` (slots read back), `written_context`, `failed` and `failures`.
+    Raises `ConfigError` for a configuration that cannot be made.
     """
 
 def cuda_available() -> bool:
-    """Whether CUDA kernels can run in this process: the build has them, and there are a driver and a GPU."""
+    """Returns whether CUDA kernels can run in this process: the build has them, and there are a driver and a GPU."""
 
 def cuda_unavailable_reason() -> str | None:
-    """Why `cuda_available()` is false; `None` where it is true."""
+    """The reason why `cuda_available()` is false; `None` where it is true."""
 
 def version() -> str:
     """Version of the core."""
@@ -2166,10 +2178,10 @@ def _round_end(
     asked: bool,
     recorded: bool,
 ) -> list[tuple[str, int, int, int]]:
-    """The end of a round as the host computes it, for tests of the kernel: the operands of `_device_round_end` on
-    the CPU, `ring` int32 [slots, slot words], `looped` where there is a conditional node, `asked` and `recorded` in
-    the place of the host's request and of the fault record. Writes `ring`, `state` and `control`. Returns (buffer,
-    request, index, bound) of each index that was refused.
+    """Compute the end of a round on the host, for tests of the kernel. Takes the operands of `_device_round_end` on
+    the CPU: `ring` is int32 [slots, slot words], `looped` says that there is a conditional node, `asked` and
+    `recorded` stand for the host's request and the fault record. Writes `ring`, `state` and `control`. Returns
+    (buffer, request, index, bound) of each index that was refused.
     """
 
 def _device_copy_rows(

@@ -131,7 +131,7 @@ impl Geometry {
     /// draft slots that a branch at the context wall adds.
     ///
     /// # Errors
-    /// Where it does not fit `int32` indexing; such a configuration must use the `native` format.
+    /// An error if the size does not fit `int32` indexing; such a configuration must use the `native` format.
     pub fn per_branch_kv_indices(&self) -> Result<u32> {
         let Limits { max_batch: b, max_context_len: context, .. } = self.limits;
         fits_i32("per-branch kv_indices", self.per_branch_elements(b, context), || {
@@ -161,7 +161,7 @@ impl Geometry {
     /// The draft region behind a committed prefix of `committed` tokens.
     ///
     /// # Errors
-    /// Where `committed` exceeds `max_context_len`.
+    /// An error if `committed` exceeds `max_context_len`.
     pub fn draft_region(&self, committed: u32) -> Result<DraftRegion> {
         in_range("committed length", committed, 0, self.limits.max_context_len as i128)?;
         Ok(self.region(committed))

@@ -90,7 +90,7 @@ impl DraftRegion {
     /// Row position of branch `b`, step `s`.
     ///
     /// # Errors
-    /// Where `b >= K`, `s >= S` or the position leaves `u32`.
+    /// An error if `b >= K`, `s >= S` or the position exceeds `u32`.
     pub fn pos(&self, b: u32, s: u32) -> Result<u32> {
         in_range("branch", b, 0, self.shape.topk() as i128 - 1)?;
         in_range("step", s, 0, self.shape.steps() as i128 - 1)?;

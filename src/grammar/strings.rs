@@ -89,7 +89,7 @@ pub(super) fn quoted(text: &str) -> String {
 /// it has what ECMA 262 and Python agree on.
 ///
 /// # Errors
-/// What is no pattern, or cannot be enforced.
+/// A reason for a text that is not a pattern, or for a pattern that cannot be enforced.
 pub(super) fn pattern(text: &str) -> Result<Term, String> {
     let hir = regex_syntax::parse(&translated(text)?).map_err(|e| shortened(&e.to_string()))?;
     let mut alternatives = Vec::new();

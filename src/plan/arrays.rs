@@ -372,7 +372,7 @@ impl Arrays {
     /// static buffers ([`Fault::StalePadding`](crate::revert::Fault)).
     ///
     /// # Errors
-    /// As [`Arrays::open`].
+    /// Those of [`Arrays::open`].
     pub(crate) fn claim(&mut self, needs: &[Need], hint: impl Fn() -> String) -> Result<()> {
         needs.iter().try_for_each(|need| self.check(need, &hint))?;
         for need in needs {

@@ -53,7 +53,7 @@ pub trait Format: Send + Sync + Debug + 'static {
     /// Capacity of each array of `phase` for batches of `requests`, with the arithmetic.
     ///
     /// # Errors
-    /// As [`Format::extents`] and [`Load::limit`].
+    /// Those of [`Format::extents`] and [`Load::limit`].
     fn capacities(&self, geometry: &Geometry, phase: Phase, requests: u32) -> Result<Vec<Capacity>> {
         let load = Load::limit(geometry, phase, requests)?;
         let capacity = |(array, size): (usize, Size)| {

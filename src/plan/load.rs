@@ -121,7 +121,7 @@ impl Load {
     /// pull request 26738).
     ///
     /// # Errors
-    /// As [`Load::limit`].
+    /// Those of [`Load::limit`].
     pub fn of_lens(geometry: &Geometry, phase: Phase, lens: &Lens<'_>) -> Result<Self> {
         let context = geometry.limits().max_context_len;
         let requests = lens.batch() as u64;

@@ -48,8 +48,8 @@ impl Pool {
 /// # Ok::<(), specrs::Error>(())
 /// ```
 ///
-/// What holds while it lives, and what [`Pool::audit`] checks: no call on the lease takes a page from a row; each of
-/// its sequences may commit up to the end of its pages, or nothing more where it was reserved no further than its
+/// Invariants of a live lease, which [`Pool::audit`] checks: no call on the lease takes a page from a row; each of its
+/// sequences may commit up to the end of its pages, or no more positions if it was reserved no further than its
 /// committed length; rolling back ends at the last committed length.
 #[derive(Debug)]
 #[must_use = "dropping a lease rolls it back"]

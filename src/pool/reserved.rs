@@ -40,7 +40,7 @@ impl Permutation<'_> {
     /// Permute a copy of the row. Overwrites `scratch`.
     ///
     /// # Panics
-    /// Where `line` has fewer than `first + order.len()` columns.
+    /// If `line` has fewer than `first + order.len()` columns.
     pub fn apply(&self, line: &mut [i32], scratch: &mut Vec<i32>) {
         let range = &mut line[self.first as usize..][..self.order.len()];
         scratch.clear();

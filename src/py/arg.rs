@@ -8,8 +8,8 @@ use pyo3::prelude::*;
 use super::errors;
 use crate::error::{Error, Result, in_range};
 
-/// A Python integer of any size. One that leaves `i128` saturates, so that the range check that follows reports it
-/// with its operand instead of Python's nameless `OverflowError`.
+/// A Python integer of any size. A value beyond `i128` saturates, so that the range check that follows reports it with
+/// the operand's name, unlike Python's `OverflowError`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Int(i128);
 
@@ -37,7 +37,7 @@ impl Int {
     /// 8, as a default.
     pub(super) const EIGHT: Int = Int(8);
 
-    /// The value, where it is in `min..=max`.
+    /// The value, if it is in `min..=max`.
     pub(super) fn within(self, what: &'static str, min: i128, max: i128) -> Result<i128> {
         in_range(what, self.0, min, max)
     }
@@ -76,8 +76,8 @@ pub(super) fn i32s(what: &'static str, values: &[Int]) -> Result<Vec<i32>> {
 /// Most entries of a list of lists.
 const MAX_ENTRIES: i128 = 1 << 26;
 
-/// Check that a list of lists has not too many entries, before they are taken: the same list may stand in it again and
-/// again, so that what the caller holds bounds nothing.
+/// Check, before the entries are taken, that a list of lists does not have too many. The same list may occur in it
+/// again and again, so the caller's memory does not bound their number.
 pub(super) fn check_entries(what: &'static str, lists: &Bound<'_, PyAny>) -> PyResult<()> {
     let mut entries = 0u64;
     for list in lists.try_iter()? {

@@ -16,7 +16,7 @@ use crate::host::{attention as kernel, rope};
 use crate::plan::AuditedPlan;
 use crate::pool::Tables;
 
-/// The plan as the kernels take it.
+/// The plan in the form that the kernels take.
 fn view<'a>(p: &'a AuditedPlan, first_pages: &'a [u32], tables: &Tables<'a>) -> Result<AttnView<'a>> {
     p.check_rows(tables)?;
     Ok(AttnView {
@@ -78,9 +78,9 @@ fn scores(scale: f32, cap: Option<f32>) -> Result<Scores> {
     }
 }
 
-/// Attention of q, float32 [Q, heads, head_dim], over a layer of the cache as the plan says, into out of the same
-/// shape. Query heads are grouped over the cache's heads in order; scores are multiplied by `scale`, and with a
-/// `cap` x becomes cap * tanh(x / cap). A query that attends nothing gives 0.
+/// Compute attention of q, float32 [Q, heads, head_dim], over a layer of the cache by the plan, into out of the same
+/// shape. Query heads are grouped over the cache's heads in order; scores are multiplied by `scale`, and with a `cap` x
+/// becomes cap * tanh(x / cap). A query that attends nothing gives 0.
 #[pyfunction]
 #[pyo3(signature = (cache, layer, plan, q, out, scale, cap=None))]
 #[allow(clippy::too_many_arguments, reason = "operands of an operation, by name")]
@@ -97,7 +97,7 @@ pub(super) fn attention(
     attend(py, kernel::attention, cache.get(), layer, plan.get(), q, out, scores(scale, cap))
 }
 
-/// `attention` as a plain softmax in float64, to compare with.
+/// `attention` computed by a plain softmax in float64, as a reference.
 #[pyfunction]
 #[pyo3(signature = (cache, layer, plan, q, out, scale, cap=None))]
 #[allow(clippy::too_many_arguments, reason = "operands of an operation, by name")]
@@ -114,8 +114,8 @@ pub(super) fn attention_reference(
     attend(py, kernel::attention_reference, cache.get(), layer, plan.get(), q, out, scores(scale, cap))
 }
 
-/// Cosines and sines, float32 [positions, half] each, of the angles that element d and element d + half of a head are
-/// rotated by; the first 2 * half elements of a head are rotated.
+/// Cosines and sines of RoPE's angles, float32 [positions, half] each. Angle d rotates the elements d and d + half of a
+/// head; the first 2 * half elements of a head are rotated.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct RopeTable(rope::RopeTable);
 
@@ -146,9 +146,9 @@ impl RopeTable {
     }
 }
 
-/// A layer's step around attention: norms each head of q and k (`q_norm`, `k_norm` [head_dim], optional), rotates them
-/// at the plan's positions, writes k and v to the plan's slots, attends as `attention` does. `qkv` is
-/// float32 [Q, (num_heads + 2 kv_heads) * head_dim], `out` float32 [Q, num_heads * head_dim].
+/// Run a layer's step around attention: norms each head of q and k (`q_norm`, `k_norm` [head_dim], optional), rotates
+/// them at the plan's positions, writes k and v to the plan's slots, attends as `attention` does. `qkv` is float32 [Q,
+/// (num_heads + 2 kv_heads) * head_dim], `out` float32 [Q, num_heads * head_dim].
 #[pyfunction]
 #[pyo3(signature = (cache, layer, plan, qkv, rope, num_heads, out, scale, q_norm=None, k_norm=None, eps=0.0, cap=None))]
 #[allow(clippy::too_many_arguments, reason = "operands of an operation, by name")]

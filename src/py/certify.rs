@@ -9,20 +9,21 @@ use crate::error::Result;
 use crate::geometry::{Buffer, Limits};
 use crate::plan::{self, AnyFormat, Failure, FormatArray, FormatCertificate, FormatLayout};
 
-/// Prove a configuration in bounds: run the placements of every residue of the committed length in both layouts, plan
-/// and audit whole rounds, and of each of `formats` (`"native"`, `"flashinfer"`, `"flash_attention"`, `"triton"`; none by
-/// default) count full batches, write the arrays of representative rows and read them back as its kernel does.
+/// Prove a configuration in bounds: run the placements of every residue of the committed length in both layouts, and
+/// plan and audit whole rounds. For each of `formats` (`"native"`, `"flashinfer"`, `"flash_attention"`, `"triton"`;
+/// none by default) also count full batches, write the arrays of representative rows and read them back as the format's
+/// kernel does.
 ///
-/// Returns `holds` (bool: all of it), `reverts` (ids of historical faults that `SPECRS_DEBUG_REVERT` puts back), and of
-/// placements and rounds `failed` (their number), `failures` (the first of them: `what`, `layout`, `committed`,
-/// `residue`, `branch`, `step`, `got`, `limit`), `residues`, `placements` and `plans` checked, `layouts` (`layout`,
-/// `alloc_len_per_decode`, `reserve_per_decode`, `row_width`), `buffers` of the native format (`name`, `phase`,
-/// `dtype`, `elements`, `bytes`, `formula`), `native_bytes`, and for comparison `per_branch` (a buffer) with
-/// `per_branch_fits`; then `formats`: `format`, `holds`, `usable` (in some layout) and `layouts`, each with `layout`,
-/// `refused` (why it cannot be done and what would work, or `None`), `arrays` (`phase`, `step`, `name`, `dtype`, `shape`,
-/// `bytes`, `formula`), `bytes` of all rounds' arrays and `bytes_of` each phase, `sizes` compared, `plans` written,
-/// `reads` (slots read back), `written_context`, `failed` and `failures`. Raises `ConfigError` for a configuration that
-/// cannot be made.
+/// Returns `holds` (bool: no check failed), `reverts` (ids of historical faults that `SPECRS_DEBUG_REVERT` puts back),
+/// and for placements and rounds `failed` (number of failed checks), `failures` (the first failed checks: `what`,
+/// `layout`, `committed`, `residue`, `branch`, `step`, `got`, `limit`), `residues`, `placements` and `plans` checked,
+/// `layouts` (`layout`, `alloc_len_per_decode`, `reserve_per_decode`, `row_width`), `buffers` of the native format
+/// (`name`, `phase`, `dtype`, `elements`, `bytes`, `formula`), `native_bytes`, and for comparison `per_branch` (a
+/// buffer) with `per_branch_fits`. Then `formats`, a list of: `format`, `holds`, `usable` (in some layout) and
+/// `layouts`, each with `layout`, `refused` (why the format cannot be used and what would work, or `None`), `arrays`
+/// (`phase`, `step`, `name`, `dtype`, `shape`, `bytes`, `formula`), `bytes` of all rounds' arrays and `bytes_of` each
+/// phase, `sizes` compared, `plans` written, `reads` (slots read back), `written_context`, `failed` and `failures`.
+/// Raises `ConfigError` for a configuration that cannot be made.
 #[pyfunction]
 #[pyo3(signature = (max_batch, max_context_len, page_size, shape, formats=None))]
 pub(super) fn certify<'py>(

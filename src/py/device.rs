@@ -1,4 +1,4 @@
-//! Whether CUDA is there: what a build without it answers too.
+//! Availability of CUDA, which a build without the feature `cuda` answers too.
 
 use pyo3::prelude::*;
 
@@ -6,13 +6,13 @@ use super::arg::detached;
 use super::cuda::available;
 use crate::error::Error;
 
-/// Whether CUDA kernels can run in this process: the build has them, and there are a driver and a GPU.
+/// Returns whether CUDA kernels can run in this process: the build has them, and there are a driver and a GPU.
 #[pyfunction]
 pub(super) fn cuda_available(py: Python<'_>) -> PyResult<bool> {
     detached(py, || Ok(available().is_ok()))
 }
 
-/// Why `cuda_available()` is false; `None` where it is true.
+/// The reason why `cuda_available()` is false; `None` where it is true.
 #[pyfunction]
 pub(super) fn cuda_unavailable_reason(py: Python<'_>) -> PyResult<Option<String>> {
     detached(py, || {

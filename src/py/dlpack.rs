@@ -1,13 +1,13 @@
-//! DLPack, both ways: tensors of any producer as checked typed views, and buffers of ours as capsules.
+//! DLPack, both ways: tensors of any producer as checked typed views, and specrs's buffers as capsules.
 //!
-//! The only Python-facing place with `unsafe`, but for `cuda::tensors`, which makes the views that kernels take. Importing
-//! takes ownership of the producer's managed tensor (its deleter runs exactly once, when [`Tensor`] drops, on whichever
-//! thread that is) and copies shape and strides out, so that nothing the producer does later changes what was checked. A
-//! view is handed out only after its device, element type, shape, contiguity and alignment were checked, and an output
-//! only after it was compared with every other tensor of the call: a `&mut` slice never overlaps another slice of ours. A
-//! call of several tensors takes them together.
+//! This module and `cuda::tensors`, which makes the views that kernels take, are the only Python-facing places with
+//! `unsafe`. Importing takes ownership of the producer's managed tensor (its deleter runs exactly once, when [`Tensor`]
+//! drops, on whichever thread that is) and copies shape and strides out, so that the producer cannot change them after
+//! they were checked. A view is handed out only after its device, element type, shape, contiguity and alignment were
+//! checked, and an output only after it was compared with every other tensor of the call: a `&mut` slice never overlaps
+//! another slice. A call with several tensors takes them together.
 //!
-//! Rust cannot check the contract with the caller, the same that torch's and numpy's own operations have: *while a call
+//! Rust cannot check the contract with the caller, which torch's and numpy's own operations have, too: *while a call
 //! runs, no other thread writes to its tensors, reads its outputs, or resizes their storage.*
 //!
 //! ```text

@@ -12,19 +12,20 @@ use crate::draft;
 use crate::error::{Error, Result, in_range};
 use crate::round::MAX_VOCAB;
 
-/// A lock that outlives a panic: what it guards is checked in every call.
+/// Lock `state` even after a panic of another holder: every call checks the guarded data.
 fn held<T>(state: &Mutex<T>) -> MutexGuard<'_, T> {
     state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What one request's own text proposes: an automaton over its prediction, prompt and output, in at most `limit` bytes.
-/// Half of them are of the recent text, half of the text before; what is older is forgotten.
+/// Source of drafts from one request's own text: an automaton over its prediction, prompt and output, in at most
+/// `limit` bytes. Half of the bytes hold the recent text and half the text before that; older text is forgotten.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct SuffixDrafts(Mutex<draft::SuffixDrafts>);
 
 #[pymethods]
 impl SuffixDrafts {
-    /// `vocab` is the target's vocabulary; `prediction` may come in the output, from its start on or in parts.
+    /// `vocab` is the size of the target's vocabulary; `prediction` is text that may come in the output, from its start
+    /// on or in parts.
     #[new]
     #[pyo3(signature = (vocab, limit, prediction=Vec::new()))]
     #[pyo3(text_signature = "(vocab, limit, prediction=())")]
@@ -46,8 +47,8 @@ impl SuffixDrafts {
         guarded(py, || held(&self.0).extend(&tokens))
     }
 
-    /// At most `nodes` nodes of at most `depth` levels that may follow the text, or the tokens `after` behind it; the
-    /// likeliest first.
+    /// Propose at most `nodes` nodes of at most `depth` levels that may follow the text and then the tokens `after`;
+    /// the likeliest first.
     #[pyo3(signature = (nodes, depth, after=Vec::new()))]
     #[pyo3(text_signature = "($self, nodes, depth, after=())")]
     fn propose(&self, py: Python<'_>, nodes: Int, depth: Int, after: Vec<Int>) -> PyResult<DraftProposal> {
@@ -55,7 +56,7 @@ impl SuffixDrafts {
         guarded(py, || held(&self.0).propose_after(&after, nodes, depth)).map(DraftProposal)
     }
 
-    /// Tokens of the longest suffix of the text that occurred before.
+    /// Length in tokens of the longest suffix of the text that occurred before.
     #[getter]
     fn matched(&self) -> u32 {
         held(&self.0).matched()
@@ -67,7 +68,7 @@ impl SuffixDrafts {
         held(&self.0).bytes()
     }
 
-    /// Positions that can be matched.
+    /// Number of positions that can be matched.
     fn __len__(&self) -> usize {
         held(&self.0).len()
     }
@@ -78,22 +79,22 @@ impl SuffixDrafts {
     }
 }
 
-/// After each token, what the target last ranked highest: 8 tokens a row, in at most `limit` bytes. Rows that were not
-/// written for long are forgotten.
+/// Source of drafts from recycled tokens: after each token, the tokens that the target last ranked highest, 8 a row, in
+/// at most `limit` bytes. Rows that were not written for long are forgotten.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct RecycledTokens(Mutex<draft::RecycledTokens>);
 
 #[pymethods]
 impl RecycledTokens {
-    /// `vocab` is the target's vocabulary.
+    /// `vocab` is the size of the target's vocabulary.
     #[new]
     fn new(py: Python<'_>, vocab: Int, limit: Int) -> PyResult<Self> {
         let (vocab, limit) = (vocab.u32("vocab")?, limit.usize("recycling bytes")?);
         guarded(py, || draft::RecycledTokens::new(vocab, limit)).map(|d| Self(Mutex::new(d)))
     }
 
-    /// After each of `tokens` the target's likeliest next tokens were those of `best`, the likeliest first; beyond 8
-    /// they are ignored.
+    /// Learn that after each of `tokens` the target's likeliest next tokens were those of `best`, the likeliest first;
+    /// tokens beyond 8 are ignored.
     fn observe(&self, py: Python<'_>, tokens: Vec<Int>, best: &Bound<'_, PyAny>) -> PyResult<()> {
         let tokens = u32s("token", &tokens)?;
         check_entries("recycled tokens", best)?;
@@ -102,13 +103,13 @@ impl RecycledTokens {
         guarded(py, || held(&self.0).observe(&tokens, &best))
     }
 
-    /// Each token of a text but the first is the likeliest behind the one before it now.
+    /// Learn a text: each of its tokens becomes the likeliest after the token before it.
     fn follow(&self, py: Python<'_>, text: Vec<Int>) -> PyResult<()> {
         let text = u32s("token", &text)?;
         guarded(py, || held(&self.0).follow(&text))
     }
 
-    /// At most `nodes` nodes of at most `depth` levels that may follow `last`; the likeliest first.
+    /// Propose at most `nodes` nodes of at most `depth` levels that may follow `last`; the likeliest first.
     fn propose(&self, py: Python<'_>, last: Int, nodes: Int, depth: Int) -> PyResult<DraftProposal> {
         let (last, nodes, depth) = (last.u32("token")?, nodes.usize("nodes")?, depth.usize("depth")?);
         guarded(py, || held(&self.0).propose(last, nodes, depth)).map(DraftProposal)
@@ -131,15 +132,15 @@ impl RecycledTokens {
     }
 }
 
-/// Texts that the operator gives, sorted in a file that is mapped into memory. The file must not be changed in place
-/// while it is open; renaming another over it is safe.
+/// Source of drafts from texts that the operator gives, sorted in a file that is mapped into memory. The file must not
+/// be changed in place while it is open; renaming another file over it is safe.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct DraftCorpus(draft::Corpus);
 
 #[pymethods]
 impl DraftCorpus {
-    /// Open the file of a corpus. `verify` reads all of it first and refuses what was damaged; without, damage can only
-    /// be wrong drafts.
+    /// Open the file of a corpus. With `verify` all of it is read first, and a damaged file is refused; without, damage
+    /// can only cause wrong drafts.
     #[new]
     #[pyo3(signature = (path, verify=true))]
     #[pyo3(text_signature = "(path, verify=True)")]
@@ -147,9 +148,9 @@ impl DraftCorpus {
         detached(py, || draft::Corpus::open(&path, verify)).map(Self)
     }
 
-    /// Write the file of a corpus: int32 `tokens` [n] of all documents, one behind another, and where each of them
-    /// `ends`, ascending; the last one at n. Takes 8 bytes of memory a token. A file that is there is replaced by
-    /// renaming.
+    /// Write the file of a corpus: int32 `tokens` [n] of all documents, one document after another, and the position
+    /// where each document `ends`, ascending; the last one is n. Takes 8 bytes of memory a token. An existing file is
+    /// replaced by renaming.
     #[staticmethod]
     fn build(py: Python<'_>, path: PathBuf, vocab: Int, tokens: &Bound<'_, PyAny>, ends: Vec<Int>) -> PyResult<()> {
         let vocab = vocab.within("vocab", 1, MAX_VOCAB.into())? as u32;
@@ -175,7 +176,7 @@ impl DraftCorpus {
         detached(py, || draft::write_corpus(&path, vocab, &documents))
     }
 
-    /// Size of the vocabulary that its tokens are of.
+    /// Size of the vocabulary of its tokens.
     #[getter]
     fn vocab(&self) -> u32 {
         self.0.vocab()
@@ -187,7 +188,7 @@ impl DraftCorpus {
         self.0.documents()
     }
 
-    /// Bytes of the file, which are mapped.
+    /// Size of the mapped file in bytes.
     #[getter]
     fn bytes(&self) -> usize {
         self.0.bytes()
@@ -203,7 +204,7 @@ impl DraftCorpus {
     }
 }
 
-/// One request's place in a corpus, of a target whose vocabulary has `vocab` tokens.
+/// One request's place in a corpus; `vocab` is the size of the target's vocabulary.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct CorpusDrafts(Mutex<draft::CorpusDrafts>);
 
@@ -221,8 +222,8 @@ impl CorpusDrafts {
         guarded(py, || held(&self.0).extend(&tokens))
     }
 
-    /// At most `nodes` nodes of at most `depth` levels that may follow the text, or the tokens `after` behind it; the
-    /// likeliest first.
+    /// Propose at most `nodes` nodes of at most `depth` levels that may follow the text and then the tokens `after`;
+    /// the likeliest first.
     #[pyo3(signature = (nodes, depth, after=Vec::new()))]
     #[pyo3(text_signature = "($self, nodes, depth, after=())")]
     fn propose(&self, py: Python<'_>, nodes: Int, depth: Int, after: Vec<Int>) -> PyResult<DraftProposal> {
@@ -230,7 +231,7 @@ impl CorpusDrafts {
         guarded(py, || held(&self.0).propose_after(&after, nodes, depth)).map(DraftProposal)
     }
 
-    /// Tokens of the longest suffix of the text that occurs in the corpus, of at most 63.
+    /// Length in tokens, at most 63, of the longest suffix of the text that occurs in the corpus.
     #[getter]
     fn matched(&self) -> u32 {
         held(&self.0).matched()

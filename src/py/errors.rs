@@ -1,8 +1,8 @@
 //! The one table from core errors to Python exceptions.
 //!
-//! Each row names a variant of [`Error`], its fields and the exception class that carries it. Every field of the
-//! variant is an attribute of the exception, `kind` is the variant's name, and `str()` is the core's message. The
-//! match that the table expands to is exhaustive: a new variant does not compile until it has a row.
+//! Each row names a variant of [`Error`], its fields, and the exception class that carries it. Every field of the
+//! variant is an attribute of the exception, `kind` is the variant's name, and `str()` is the core's message. The match
+//! that the table expands to is exhaustive: a new variant does not compile until it has a row.
 
 use pyo3::exceptions::{PyException, PyIndexError, PyMemoryError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -124,7 +124,7 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 macro_rules! table {
     ($($variant:ident { $($field:tt : $name:ident = $example:expr),+ } => $class:ident,)+) => {
-        /// Build the exception of `error`, its operands as attributes.
+        /// Build the exception for `error`, with its fields as attributes.
         fn exception<'py>(py: Python<'py>, error: &Error) -> PyResult<Bound<'py, PyAny>> {
             let c = classes(py)?;
             let message = error.to_string();

@@ -70,7 +70,7 @@ impl TreeShape {
         Ok(self.0.clamp_depth(depth.u32("depth")?).map(Self))
     }
 
-    /// For copies and pickles: configurations go to processes.
+    /// Arguments for copies and pickles: configurations are sent to processes.
     fn __getnewargs__(&self) -> (u32, u32, u32) {
         (self.0.topk(), self.0.steps(), self.0.draft_tokens())
     }
@@ -80,10 +80,10 @@ impl TreeShape {
     }
 }
 
-/// Checked limits, tree shape and draft layout: every size of specrs is a property of this object. Raises
-/// `ConfigError` where a limit is out of range or a size does not fit int32 indexing.
+/// Checked limits, tree shape and draft layout: every size of specrs is a property of this object. Raises `ConfigError`
+/// if a limit is out of range or a size does not fit int32 indexing.
 ///
-/// `reverts` are ids of historical faults to put back, for debugging alone (see `faults()`); `None` takes those that
+/// `reverts` are ids of historical faults to put back, for debugging alone (see `faults()`); `None` means those that
 /// the environment variable `SPECRS_DEBUG_REVERT` names, usually none.
 #[pyclass(frozen, eq, hash, module = "specrs._specrs")]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -137,13 +137,13 @@ impl Geometry {
         TreeShape(self.0.shape())
     }
 
-    /// Draft layout in force: `"dense"` (also for K = 1 or P = 1) or `"holey"`.
+    /// Draft layout in use: `"dense"` (also for K = 1 or P = 1) or `"holey"`.
     #[getter]
     fn layout(&self) -> &'static str {
         self.0.layout().name()
     }
 
-    /// Ids of the historical faults that are put back; empty but for debugging.
+    /// Ids of the historical faults that are put back; empty except for debugging.
     #[getter]
     fn reverts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, self.0.reverts().iter().map(|f| f.id).collect::<Vec<_>>())
@@ -202,7 +202,7 @@ impl Geometry {
         Ok(self.0.alloc_target(committed.u32("committed")?, allocated.u32("allocated")?)?)
     }
 
-    /// The draft region behind a prefix of `committed` tokens.
+    /// Returns the draft region after a prefix of `committed` tokens.
     fn draft_region(&self, committed: Int) -> PyResult<DraftRegion> {
         Ok(DraftRegion(self.0.draft_region(committed.u32("committed length")?)?))
     }
@@ -223,7 +223,7 @@ impl Geometry {
     }
 }
 
-/// Where the draft KV of one request lives, in row positions.
+/// Row positions of the draft KV of one request.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct DraftRegion(geometry::DraftRegion);
 
@@ -307,7 +307,7 @@ impl Tree {
         self.0.next_sibling().to_vec()
     }
 
-    /// One integer per node: bit j is set where node j is that node or one of its ancestors.
+    /// Returns one integer per node: bit j is set if node j is that node or one of its ancestors.
     fn mask_bits<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
         let mask = self.0.ancestor_bits();
         let int = py.get_type::<pyo3::types::PyInt>();

@@ -8,13 +8,13 @@ use crate::error::{Error, Result, in_range};
 use crate::grammar::{self, Form, Mark};
 use crate::round;
 
-/// Tokens that may be drawn, a bit a token; made once, shared by samplers.
+/// Set of the tokens that may be drawn, one bit a token; made once and shared by samplers.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct TokenMask(pub(super) round::TokenMask);
 
 #[pymethods]
 impl TokenMask {
-    /// These tokens of a vocabulary of `vocab`.
+    /// The set of these `tokens` from a vocabulary of `vocab`.
     #[new]
     fn new(vocab: Int, tokens: Vec<Int>) -> PyResult<Self> {
         let vocab = vocab.within("vocab", 1, round::MAX_VOCAB.into())? as u32;
@@ -27,7 +27,7 @@ impl TokenMask {
         self.0.vocab()
     }
 
-    /// The tokens in it, ascending.
+    /// Returns the tokens of the set, ascending.
     fn tokens(&self) -> Vec<u32> {
         (0..self.0.vocab()).filter(|&t| self.0.contains(t)).collect()
     }
@@ -45,11 +45,11 @@ impl TokenMask {
     }
 }
 
-/// The bytes of a model's tokens, by which its grammars are compiled; one an engine. Making it takes a second for 128k
-/// tokens.
+/// The bytes of a model's tokens, by which its grammars are compiled; one for each engine. Making it takes a second for
+/// 128k tokens.
 ///
-/// `tokens` has the bytes of each token within a text, none for one that never stands in a text. `special` are those
-/// that stand for no text (EOS, marks of a chat): a grammar allows them where it names them.
+/// `tokens` has the bytes of each token within a text, none for a token that never occurs in a text. `special` are the
+/// tokens that stand for no text (EOS, marks of a chat): a grammar allows them only where it names them.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct GrammarVocabulary(grammar::Vocabulary);
 
@@ -61,10 +61,10 @@ impl GrammarVocabulary {
         detached(py, || grammar::Vocabulary::new(&tokens, &special)).map(Self)
     }
 
-    /// Compile what a text must look like. `kind` is `json` (a schema's text; between its tokens stands what the regular
-    /// expression `whitespace` matches, `""` for nothing), `regex`, `choice` (each of `texts`) or `grammar` (Lark's
-    /// syntax). It begins behind the text, or the tokens, `start_after`, before which anything may stand. Raises
-    /// `GrammarError`.
+    /// Compile a grammar that texts must follow. `kind` is `json` (a schema's text; between JSON's tokens comes
+    /// whitespace that the regular expression `whitespace` matches, `""` for none), `regex`, `choice` (each of `texts`)
+    /// or `grammar` (Lark's syntax). The grammar begins after the text, or the tokens, `start_after`, before which any
+    /// text may come. Raises `GrammarError`.
     #[pyo3(signature = (kind, texts, whitespace=None, start_after=None))]
     fn compile(
         &self,
@@ -109,13 +109,14 @@ fn form(kind: &str, mut texts: Vec<String>, whitespace: Option<String>) -> Resul
     }
 }
 
-/// A compiled grammar, which requests share.
+/// A compiled grammar that requests share.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct Grammar(grammar::Grammar);
 
 #[pymethods]
 impl Grammar {
-    /// A request at its beginning; `endings` are tokens that end its output, which are allowed where the text may end.
+    /// Returns the tracker of a request at its beginning; `endings` are tokens that end its output, which are allowed
+    /// where the text may end.
     fn start(&self, py: Python<'_>, endings: Vec<Int>) -> PyResult<GrammarTracker> {
         let endings = u32s("ending", &endings)?;
         detached(py, || self.0.start(&endings)).map(GrammarTracker)
@@ -126,42 +127,42 @@ impl Grammar {
     }
 }
 
-/// How far one request has come in its grammar. Samplers that have it draw under its masks; the output is committed to
-/// it once.
+/// Tracks how far one request has come in its grammar. Samplers that hold it draw under its masks; each output token is
+/// committed to it once.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct GrammarTracker(pub(super) grammar::Tracker);
 
 #[pymethods]
 impl GrammarTracker {
-    /// These tokens are the output's next ones. Raises `GrammarFailedError` where they cannot be followed, and for every
-    /// mask from then on.
+    /// Commit the output's next tokens. Raises `GrammarFailedError` if the grammar cannot follow them; then every
+    /// later mask raises it, too.
     fn commit(&self, py: Python<'_>, tokens: Vec<Int>) -> PyResult<()> {
         let tokens = i32s("output token", &tokens)?;
         detached(py, || self.0.commit(&tokens))
     }
 
-    /// What may be drawn behind the output and `path`; `None` for everything, behind an ending. Raises
-    /// `GrammarFailedError`.
+    /// Returns the tokens that may be drawn after the output and `path`; `None`, after an ending, for every token.
+    /// Raises `GrammarFailedError`.
     #[pyo3(signature = (path=None))]
     fn mask(&self, py: Python<'_>, path: Option<Vec<Int>>) -> PyResult<Option<TokenMask>> {
         let path = i32s("path token", &path.unwrap_or_default())?;
         Ok(detached(py, || self.0.mask(&path))?.map(TokenMask))
     }
 
-    /// Whether nothing but an ending can follow.
+    /// True if only an ending can follow.
     #[getter]
     fn complete(&self) -> bool {
         self.0.complete()
     }
 
-    /// How many of these tokens may stand behind the output, one behind the other.
+    /// Returns how many of these tokens the grammar accepts, one after another, after the output.
     fn allowed(&self, py: Python<'_>, tokens: Vec<Int>) -> PyResult<usize> {
         let tokens = i32s("token", &tokens)?;
         detached(py, || Ok(self.0.allowed(&tokens)))
     }
 
-    /// What must come next, in order: special tokens and endings as tokens, texts as `(bytes, tokens)`, of which the
-    /// tokens are one spelling.
+    /// Returns the pieces that must come next, in order: special tokens and endings as tokens, texts as `(bytes,
+    /// tokens)`, where the tokens are one spelling of the bytes.
     fn forced(&self, py: Python<'_>) -> PyResult<Vec<Forced>> {
         let found = guarded(py, || Ok(self.0.forced()))?;
         Ok(found

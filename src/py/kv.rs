@@ -1,4 +1,4 @@
-//! The KV cache of the CPU kernels: a tensor of Python's under a lock of ours, and the calls that write to it.
+//! The KV cache of the CPU kernels: a tensor from Python behind a lock, and the calls that write to it.
 
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -15,9 +15,10 @@ use crate::overlap::{Operand, Span};
 /// Keys and values of all layers: a CPU tensor [layers, 2, num_slots, kv_heads, head_dim], float32 or bfloat16, keys at
 /// index 0 and values at 1. Slot s is position `s % page_size` of page `s // page_size`; page 0 is the sink.
 ///
-/// The tensor's memory is shared and kept alive. Every call looks at the tensor again and raises `ConfigError` where its
-/// storage was resized since (`resize_`, `set_`, numpy's `resize`), which frees memory whoever holds it. Calls that write
-/// wait for each other; torch may use the tensor between calls, not during one. It may not require grad.
+/// The tensor's memory is shared and kept alive. Every call looks at the tensor again and raises `ConfigError` if its
+/// storage was resized since (`resize_`, `set_`, numpy's `resize`), which frees the memory although the cache holds it.
+/// Calls that write wait for each other; torch may use the tensor between calls, not during one. The tensor may not
+/// require grad.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct KvCache {
     object: Py<PyAny>,
@@ -31,21 +32,21 @@ pub(super) struct KvCache {
     lender: Option<Lender>,
 }
 
-/// A cache whose memory was seen to be there in this call, to read.
+/// A cache to read, whose memory was found in place in this call.
 pub(super) struct Readable<'a>(&'a KvCache);
 
-/// As [`Readable`], to write.
+/// A cache to write, whose memory was found in place in this call.
 pub(super) struct Writable<'a>(&'a KvCache);
 
 impl<'a> Readable<'a> {
-    /// The tensor; waits for a writer. Not to be waited for with the GIL.
+    /// The tensor; waits for a writer, so the caller must not hold the GIL.
     pub(super) fn read(&self) -> RwLockReadGuard<'a, Output> {
         self.0.tensor.read().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl<'a> Writable<'a> {
-    /// The tensor; waits for others. Not to be waited for with the GIL.
+    /// The tensor; waits for other users, so the caller must not hold the GIL.
     pub(super) fn write(&self) -> RwLockWriteGuard<'a, Output> {
         self.0.tensor.write().unwrap_or_else(PoisonError::into_inner)
     }
@@ -57,25 +58,26 @@ impl KvCache {
         self.shape
     }
 
-    /// Check that the tensor's memory is where it was when the cache was made; the one way to it.
+    /// Check that the tensor's memory is where it was when the cache was made. Reading calls reach the memory in no
+    /// other way.
     ///
     /// # Errors
-    /// As [`Lender::check`].
+    /// Those of [`Lender::check`].
     pub(super) fn to_read(&self, py: Python<'_>) -> PyResult<Readable<'_>> {
         self.lender.as_ref().map_or(Ok(()), |lender| lender.check(py))?;
         Ok(Readable(self))
     }
 
-    /// [`Self::to_read`], of a tensor that may be written.
+    /// [`Self::to_read`] for calls that write the tensor.
     ///
     /// # Errors
-    /// As [`Lender::touch`].
+    /// Those of [`Lender::touch`].
     pub(super) fn to_write(&self, py: Python<'_>) -> PyResult<Writable<'_>> {
         self.lender.as_ref().map_or(Ok(()), |lender| lender.touch(py))?;
         Ok(Writable(self))
     }
 
-    /// What looks at the tensor again, and its memory: for calls that take other tensors beside it.
+    /// The tensor's lender and its memory, for calls that take other tensors beside it.
     pub(super) fn beside(&self) -> (Option<&Lender>, [Span; 1]) {
         (self.lender.as_ref(), [self.span])
     }
@@ -104,7 +106,7 @@ impl KvCache {
         KvCacheMut::new(self.shape, data)
     }
 
-    /// Check that `plan` speaks of pages of this cache's size.
+    /// Check that `plan` was made for pages of this cache's size.
     pub(super) fn check_plan(&self, plan: &Plan) -> Result<()> {
         let (got, want) = (plan.plan.page().get(), self.page.get());
         if got == want {
@@ -137,7 +139,7 @@ impl KvCache {
             return Err(t.mismatch(dtype, "float32 or bfloat16").into());
         }
         let shape = KvShape { layers, slots, kv_heads, head_dim };
-        // Seen here rather than by the first kernel: contiguous, writable, on the CPU.
+        // Checked here rather than by the first kernel: contiguous, writable, on the CPU.
         let dims = t.shape().to_vec();
         match dtype {
             DType::F32 => t.slice::<f32>(&dims).map(|_| ())?,
@@ -232,9 +234,9 @@ pub(super) fn kv_write(
     })
 }
 
-/// Copy the KV of each source slot to its destination slot, in every layer, in order. Moves that a planner or a lease made
-/// run once over a cache; `StaleHandleError` refuses them a second time, and once their pages, their lease or the committed
-/// length have changed.
+/// Copy the KV of each source slot to its destination slot, in every layer, in order. Moves that a planner or a lease
+/// made run once over a cache: a second run raises `StaleHandleError`, and so does a run after their pages, their lease
+/// or the committed length have changed.
 #[pyfunction]
 #[pyo3(signature = (cache, moves))]
 pub(super) fn kv_move(py: Python<'_>, cache: &Bound<'_, KvCache>, moves: &Bound<'_, Moves>) -> PyResult<()> {

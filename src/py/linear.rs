@@ -10,11 +10,11 @@ use crate::host::norm::RmsNorm;
 use crate::host::{linear, norm};
 
 /// A linear layer whose weight [N, K] (float32, bfloat16 or float16) and optional bias [N] (float32) are packed once;
-/// the originals can go. `storage` is `"bf16"` or `"f16"` (2 bytes a weight; exact where the weight is of that type, else
-/// rounded to nearest) or `"f32"`. `gated` says that the first N / 2 rows are a gate and the others an up projection, for
-/// `forward_swiglu` alone.
+/// the originals may be freed then. `storage` is `"bf16"` or `"f16"` (2 bytes a weight; exact if the weight has that
+/// type, else rounded to nearest) or `"f32"`. `gated` says that the first N / 2 rows are a gate and the others an up
+/// projection, which only `forward_swiglu` takes.
 ///
-/// A row of the output depends on its own row of x only, bit for bit: not on the other rows, nor on the threads.
+/// A row of the output depends, to the bit, on its own row of x alone: not on the other rows, nor on the threads.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct PackedLinear(linear::PackedLinear);
 

@@ -5,21 +5,21 @@
 //! | `errors` | the one table from core errors to Python exceptions |
 //! | `arg` | integers of any size with named errors; work without the GIL |
 //! | `dlpack` | tensors in and out (`Array` is what specrs returns), memory that callers lend; the only place with `unsafe` |
-//! | `cuda` | what a build with the feature `cuda` has: devices and their memory, launches, graphs, products |
-//! | `no_cuda` | in its place in a build without: the same names, each of which raises `CudaError` |
-//! | `device` | whether CUDA is there |
+//! | `cuda` | contents of a build with the feature `cuda`: devices and their memory, launches, graphs, products |
+//! | `no_cuda` | replacement of `cuda` in a build without the feature: the same names, which all raise `CudaError` |
+//! | `device` | availability of CUDA |
 //! | `geometry` | tree shapes, sizes, draft layouts, token trees |
 //! | `kv`, `attention` | the KV cache, its writes and moves, attention, RoPE |
-//! | `grammar` | structured output: vocabularies, grammars, how far requests have come |
+//! | `grammar` | structured output: vocabularies, grammars, trackers of requests |
 //! | `linear` | packed matrix products, RMSNorm |
-//! | `threads` | how many threads the kernels use |
+//! | `threads` | number of threads that the kernels use |
 //! | `pool` | the paged pool, sequences, leases |
 //! | `plan` | planner, plans, the arrays of their formats, moves |
 //! | `round_end` | the end of a round as the host computes it |
 //! | `revert` | the registry of historical faults |
 //! | `certify` | proofs of a configuration, as dictionaries |
 //! | `draft_merge` | proposals of drafters, their union in one tree, their calibration |
-//! | `draft_nodes` | the nodes of trees that are worth verifying |
+//! | `draft_nodes` | choice of the nodes of merged trees by their worth |
 //! | `drafts` | sources of drafts: a request's text, recycled tokens, a corpus |
 //! | `trees` | draft beams, the trees of a batch |
 //! | `sampling` | samplers and verification |
@@ -27,7 +27,7 @@
 //! Every argument is checked before anything is allocated or written, every error is one of `errors`, and a panic,
 //! which would be a fault of specrs, is caught at this boundary and raised as `SpecrsError`.
 
-// What `cuda` alone uses is dead code in a build without it; in one with it, the compiler sees that it is not.
+// Code that only `cuda` uses is dead in a build without that feature; a build with it still warns of dead code.
 #![cfg_attr(not(feature = "cuda"), allow(dead_code, unused_imports))]
 
 mod arg;

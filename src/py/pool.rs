@@ -1,6 +1,6 @@
 //! The paged pool for Python: sequences, leases as context managers, the prefix cache, the account.
 //!
-//! Calls wait for the pool's lock without the GIL, since a kernel that runs elsewhere may hold it for a while.
+//! Calls wait for the pool's lock without the GIL, since a kernel in another thread may hold the lock for a while.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -13,8 +13,8 @@ use crate::bounds::{PageId, PageSize};
 use crate::error::{Error, Result};
 use crate::{plan, pool};
 
-/// Handle of a sequence of a pool. It does not own the sequence: `Pool.release` ends it, and a handle that is used
-/// afterwards raises `StaleHandleError`.
+/// Handle of a sequence of a pool. The handle does not own the sequence: `Pool.release` ends the sequence, and using
+/// the handle afterwards raises `StaleHandleError`.
 #[pyclass(frozen, eq, hash, module = "specrs._specrs")]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Sequence(pub(super) pool::SeqId);
@@ -27,7 +27,7 @@ impl Sequence {
         self.0.row()
     }
 
-    /// How often the row was used before, plus one.
+    /// Number of sequences that had the row so far, this one included.
     #[getter]
     fn generation(&self) -> u32 {
         self.0.generation()
@@ -43,7 +43,7 @@ pub(super) fn ids(seqs: &[Bound<'_, Sequence>]) -> Vec<pool::SeqId> {
     seqs.iter().map(|s| s.get().0).collect()
 }
 
-/// Paged KV accounts: page ids and who owns them, no KV bytes. Page 0 is the sink. Every call is all or nothing.
+/// Account of KV pages: page ids and their owners, no KV bytes. Page 0 is the sink. A call that fails changes nothing.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct Pool(pub(super) pool::Pool);
 
@@ -85,19 +85,19 @@ impl Pool {
         self.0.config().row_pages
     }
 
-    /// A new sequence without pages. Raises `PoolExhaustedError` where `max_seqs` live.
+    /// Make a sequence without pages. Raises `PoolExhaustedError` if `max_seqs` sequences live.
     fn create(&self, py: Python<'_>) -> PyResult<Sequence> {
         detached(py, || self.0.create()).map(Sequence)
     }
 
-    /// A new sequence that shares the pages of the first `length` committed positions of `seq`.
+    /// Make a sequence that shares the pages of the first `length` committed positions of `seq`.
     fn fork(&self, py: Python<'_>, seq: &Bound<'_, Sequence>, length: Int) -> PyResult<Sequence> {
         let (seq, length) = (seq.get().0, length.u32("fork length")?);
         detached(py, || self.0.fork(seq, length)).map(Sequence)
     }
 
-    /// Pages for row positions `0..positions` of each sequence, for all of them or none (`PoolExhaustedError`). The
-    /// lease is a context manager: leaving it without `commit` rolls back.
+    /// Reserve pages for row positions `0..positions` of each sequence, for all sequences or none
+    /// (`PoolExhaustedError`). The lease is a context manager: leaving it without `commit` rolls back.
     fn reserve(&self, py: Python<'_>, wants: Vec<(Bound<'_, Sequence>, Int)>) -> PyResult<Lease> {
         let wants: Vec<(pool::SeqId, u32)> =
             wants.iter().map(|(s, n)| Ok((s.get().0, n.u32("positions")?))).collect::<Result<_>>()?;
@@ -105,7 +105,7 @@ impl Pool {
         Ok(Lease { pool: self.0.clone(), state: Mutex::new(State::Live(lease)) })
     }
 
-    /// End sequences; each page of theirs loses an owner.
+    /// End sequences; each of their pages loses an owner.
     fn release(&self, py: Python<'_>, seqs: Vec<Bound<'_, Sequence>>) -> PyResult<()> {
         let seqs = ids(&seqs);
         detached(py, || self.0.release(&seqs))
@@ -117,7 +117,7 @@ impl Pool {
         detached(py, || self.0.committed(seq))
     }
 
-    /// Positions of a sequence that have a page, whole pages.
+    /// Positions of a sequence that have a page: a multiple of the page size.
     fn allocated(&self, py: Python<'_>, seq: &Bound<'_, Sequence>) -> PyResult<u32> {
         let seq = seq.get().0;
         detached(py, || self.0.allocated(seq))
@@ -130,9 +130,9 @@ impl Pool {
         Ok(pages.iter().map(|p| p.get()).collect())
     }
 
-    /// A new sequence that starts with the longest cached prefix of `tokens` (full pages, at most `max` positions,
-    /// default all), its length, and how many of those positions have the draft's KV too. `salt` (64 bits): prefixes of
-    /// different salts share no page.
+    /// Returns a new sequence that starts with the longest cached prefix of `tokens` (full pages, at most `max`
+    /// positions, default all), the length of that prefix, and how many of its positions have the draft's KV too.
+    /// `salt` has 64 bits: prefixes of different salts share no page.
     #[pyo3(signature = (tokens, max=None, salt=Int::ZERO))]
     fn cache_lookup(
         &self,
@@ -149,8 +149,9 @@ impl Pool {
     }
 
     /// Let the cache keep the full pages of `tokens`, the first committed tokens of `seq`; the first `drafted` of them
-    /// have the draft's KV too (0 without a draft model). Returns how many pages were new to it. Pages that it has
-    /// already stay, unless they lack draft KV that this sequence's have. `salt`: of lookups that may find them.
+    /// have the draft's KV too (0 without a draft model). Returns how many pages were new to the cache. It keeps the
+    /// pages that it has already, unless they lack draft KV that this sequence's pages have. Lookups with the same
+    /// `salt` may find the pages.
     #[pyo3(signature = (seq, tokens, drafted=Int::ZERO, salt=Int::ZERO))]
     fn cache_insert(
         &self,
@@ -170,22 +171,22 @@ impl Pool {
         detached(py, || self.0.cache_clear())
     }
 
-    /// Take `n` pages for a caller that keeps its own sequences; all or nothing.
+    /// Take `n` pages, or none, for a caller that keeps its own sequences.
     fn alloc_pages(&self, py: Python<'_>, n: Int) -> PyResult<Vec<u32>> {
         let n = n.u32("pages")?;
         let pages = detached(py, || self.0.alloc_pages(n))?;
         Ok(pages.iter().map(|p| p.get()).collect())
     }
 
-    /// Give back pages of `alloc_pages`. A page given more often than it is owned raises `LedgerError`, and nothing
-    /// is changed.
+    /// Give back pages of `alloc_pages`. A page that is given back more often than it is owned raises `LedgerError`,
+    /// and nothing is changed.
     fn free_pages(&self, py: Python<'_>, pages: Vec<Int>) -> PyResult<()> {
         let pages: Vec<PageId> = pages.iter().map(|p| PageId::new(p.u32("page id")?)).collect::<Result<_>>()?;
         detached(py, || self.0.free_pages(&pages))
     }
 
-    /// `(page, owner)` for each owner of each page, pages ascending: `"sequence ROW.GENERATION"`, `"prefix cache"`, or
-    /// `"raw pages"` (of `alloc_pages`).
+    /// Returns `(page, owner)` for each owner of each page, pages ascending: `"sequence ROW.GENERATION"`, `"prefix
+    /// cache"`, or `"raw pages"` (of `alloc_pages`).
     fn owners(&self, py: Python<'_>) -> PyResult<Vec<(u32, String)>> {
         let owners = detached(py, || self.0.owners())?;
         Ok(owners.iter().map(|(page, owner)| (page.get(), owner.to_string())).collect())
@@ -198,7 +199,7 @@ impl Pool {
         detached(py, || self.0.take_next(&pages))
     }
 
-    /// Recount every owner of every page; raises `LedgerError` where the account is wrong, else returns the counts.
+    /// Recount every owner of every page; raises `LedgerError` if the account is wrong, else returns the counts.
     fn audit<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let r = detached(py, || self.0.audit())?;
         dict(
@@ -253,7 +254,7 @@ fn dict<'py>(py: Python<'py>, entries: &[(&str, u64)]) -> PyResult<Bound<'py, Py
     Ok(d)
 }
 
-/// Why a lease did not end, and the lease where it lives on.
+/// The error that kept a lease from ending, and the lease if it lives on.
 struct NotEnded {
     error: Error,
     lease: Option<pool::Lease>,
@@ -261,12 +262,12 @@ struct NotEnded {
 
 enum State {
     Live(pool::Lease),
-    /// What ended it.
+    /// The lease has ended; the reason.
     Ended(&'static str),
 }
 
-/// Pages reserved for a batch. `with pool.reserve(...) as lease:` rolls back on leaving unless `commit` was called;
-/// an object that is dropped rolls back too.
+/// Lease on pages reserved for a batch. `with pool.reserve(...) as lease:` rolls back on leaving unless `commit` was
+/// called; a lease that is dropped rolls back, too.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct Lease {
     pool: pool::Pool,
@@ -310,7 +311,7 @@ fn ended(why: &str) -> Error {
 
 #[pymethods]
 impl Lease {
-    /// Copies (of slots) to run before anything is written under the lease, by `kv_move`.
+    /// Copies of slots, to be run by `kv_move` before any write under the lease.
     #[getter]
     fn copies(&self, py: Python<'_>) -> PyResult<Moves> {
         let pool = self.pool.clone();
@@ -325,14 +326,14 @@ impl Lease {
         Ok(seqs.into_iter().map(Sequence).collect())
     }
 
-    /// Whether it has neither been committed nor rolled back.
+    /// True if the lease has neither been committed nor rolled back.
     #[getter]
     fn live(&self) -> bool {
         matches!(&*self.state(), State::Live(_))
     }
 
-    /// Make `committed[i]` the committed length of sequence i and end the lease; overshoot pages go back, whole.
-    /// Where a length is refused (`ConfigError`), nothing changes and the lease stays live.
+    /// Make `committed[i]` the committed length of sequence i and end the lease; whole pages beyond the lengths go
+    /// back. If a length is refused (`ConfigError`), nothing changes and the lease stays live.
     fn commit(&self, py: Python<'_>, committed: Vec<Int>) -> PyResult<()> {
         let committed = u32s("committed length", &committed)?;
         detached(py, || {
@@ -343,22 +344,22 @@ impl Lease {
         })
     }
 
-    /// Pages for row positions `0..positions[i]` of sequence i, for all of them or none (`PoolExhaustedError`): room for
-    /// a later round while one is in flight. No page goes. `copies` are then those of this call, to run behind the round
-    /// in flight.
+    /// Reserve pages for row positions `0..positions[i]` of sequence i, for all sequences or none
+    /// (`PoolExhaustedError`): room for a later round while one is in flight. No page goes back. Afterwards `copies`
+    /// are those of this call, to be run after the round in flight.
     fn renew(&self, py: Python<'_>, positions: Vec<Int>) -> PyResult<()> {
         let positions = u32s("positions", &positions)?;
         detached(py, || self.with(|l| l.renew(&positions)))
     }
 
-    /// Make `committed[i]` the committed length of sequence i and keep the lease with every page of it: `commit` of a
+    /// Make `committed[i]` the committed length of sequence i and keep the lease with all of its pages: `commit` of a
     /// round while the next one is in flight. Leaving the lease later rolls back to these lengths.
     fn advance(&self, py: Python<'_>, committed: Vec<Int>) -> PyResult<()> {
         let committed = u32s("committed length", &committed)?;
         detached(py, || self.with(|l| l.advance(&committed)))
     }
 
-    /// Give every page behind the committed lengths back and end the lease.
+    /// Give back every page beyond the committed lengths and end the lease.
     fn rollback(&self, py: Python<'_>) -> PyResult<()> {
         detached(py, || {
             self.end("it was rolled back", |lease| {
@@ -367,14 +368,15 @@ impl Lease {
         })
     }
 
-    /// Pages of one token only: position `first + i` of `seq` gets the page that `first + order[i]` had.
+    /// Reorder the pages of `seq`, which must have one token each: position `first + i` gets the page that `first +
+    /// order[i]` had.
     fn remap(&self, py: Python<'_>, seq: &Bound<'_, Sequence>, first: Int, order: Vec<Int>) -> PyResult<()> {
         let (seq, first, order) = (seq.get().0, first.u32("first")?, u32s("order", &order)?);
         detached(py, || self.with(|l| l.remap(seq, first, &order)))
     }
 
     fn __repr__(&self) -> String {
-        // Without waiting: another thread's call on the lease may wait for the pool.
+        // This does not wait for the lock: another thread's call on the lease may be waiting for the pool.
         match self.state.try_lock() {
             Ok(state) => match &*state {
                 State::Live(lease) => format!("Lease(sequences={}, live=True)", lease.seqs().len()),
@@ -397,7 +399,7 @@ impl Lease {
         exc: Option<Bound<'_, PyAny>>,
         traceback: Option<Bound<'_, PyAny>>,
     ) -> PyResult<bool> {
-        let _ = (exc_type, exc, traceback); // the same whatever the body raised
+        let _ = (exc_type, exc, traceback); // rolls back whether the body raised or not
         if self.live() {
             self.rollback(py)?;
         }

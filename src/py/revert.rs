@@ -7,7 +7,7 @@ use super::arg::Int;
 use crate::error::Result;
 use crate::revert::{FAULTS, Reverts, VARIABLE};
 
-/// A set from ids; unknown ones are refused with the names of the known ones.
+/// The set of these ids; an unknown id is refused with the names of the known ones.
 pub(super) fn set(ids: &[Int]) -> Result<Reverts> {
     let ids =
         ids.iter().map(|id| Ok(id.within("reverts", 0, u32::MAX.into())?.to_string())).collect::<Result<Vec<_>>>()?;
@@ -32,8 +32,8 @@ pub(super) fn faults(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
     Ok(all)
 }
 
-/// What a process under `SPECRS_DEBUG_REVERT` says of itself in a line, and on stderr once; `None` where no fault is put back.
-/// Raises `ConfigError` for an unknown id.
+/// Returns the line of a process under `SPECRS_DEBUG_REVERT` that names the faults put back, which is also written to
+/// stderr once; `None` if no fault is put back. Raises `ConfigError` for an unknown id.
 #[pyfunction]
 #[pyo3(name = "_reverts_warning")]
 pub(super) fn reverts_warning() -> PyResult<Option<String>> {

@@ -10,7 +10,7 @@ use crate::round::round_end::{RingLayout, RoundFound, SeatLimits, SeatState, Sig
 /// A tensor argument.
 type Arg<'a, 'py> = &'a Bound<'py, PyAny>;
 
-/// What a round found: `RoundFound` of `python/specrs/operands.py`.
+/// Results of a round: `RoundFound` of `python/specrs/operands.py`.
 #[derive(FromPyObject)]
 pub(super) struct FoundArrays<'py> {
     pub(super) offsets: Bound<'py, PyAny>,
@@ -22,7 +22,7 @@ pub(super) struct FoundArrays<'py> {
     pub(super) live: Bound<'py, PyAny>,
 }
 
-/// How far seats go: `SeatLimits` there.
+/// Limits of seats: `SeatLimits` of `python/specrs/operands.py`.
 #[derive(FromPyObject)]
 pub(super) struct LimitArrays<'py> {
     pub(super) limits: Bound<'py, PyAny>,
@@ -31,7 +31,7 @@ pub(super) struct LimitArrays<'py> {
     pub(super) stop_counts: Bound<'py, PyAny>,
 }
 
-/// Where seats are: `SeatState` there.
+/// State of seats: `SeatState` of `python/specrs/operands.py`.
 #[derive(FromPyObject)]
 pub(super) struct StateArrays<'py> {
     pub(super) lens: Bound<'py, PyAny>,
@@ -40,10 +40,10 @@ pub(super) struct StateArrays<'py> {
     pub(super) done: Bound<'py, PyAny>,
 }
 
-/// The end of a round as the host computes it, for tests of the kernel: the operands of `_device_round_end` on the CPU, `ring`
-/// int32 [slots, slot words], `looped` where there is a conditional node, `asked` and `recorded` in the place of the host's
-/// request and of the fault record. Writes `ring`, `state` and `control`. Returns (buffer, request, index, bound) of each
-/// index that was refused.
+/// Compute the end of a round on the host, for tests of the kernel. Takes the operands of `_device_round_end` on the
+/// CPU: `ring` is int32 [slots, slot words], `looped` says that there is a conditional node, `asked` and `recorded`
+/// stand for the host's request and the fault record. Writes `ring`, `state` and `control`. Returns (buffer, request,
+/// index, bound) of each index that was refused.
 #[pyfunction]
 #[pyo3(signature = (ring, *, accepts, limits, state, control, found, looped, asked, recorded))]
 #[allow(clippy::too_many_arguments, reason = "operands, passed by name")]

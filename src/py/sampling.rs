@@ -16,7 +16,7 @@ use crate::host::verify::Verifier;
 use crate::round::{self, SamplerConfig};
 
 thread_local! {
-    // Buffers of the calling thread, so that a draw allocates nothing once warm.
+    // Buffers of the calling thread, so that only its first draws allocate memory.
     static SCRATCH: RefCell<(Scratch, Verifier)> = RefCell::default();
 }
 
@@ -25,15 +25,16 @@ thread_local! {
 ///
 /// `vocab` is the length of a logits row. `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, a repetition
 /// penalty of 1 and presence and frequency penalties of 0 do nothing. `logit_bias` maps token ids to a finite bias, or
-/// -inf to forbid the token. `allowed` are the tokens that may be drawn at all, `grammar` says which may be drawn behind
-/// the output and a path; the output is committed to it apart. A parameter that cannot be honoured raises `ConfigError`
-/// with its name.
+/// -inf to forbid the token. `allowed` are the tokens that may be drawn at all; `grammar` tells which may be drawn
+/// after the output and a path, and the caller commits the output to it. A parameter that cannot be honoured raises
+/// `ConfigError` with its name.
 ///
 /// Logits are edited in float32. Limits: |bias| <= 1e30, |penalty| <= 1e20, repetition penalty in [1e-6, 1e6]; within
 /// them no logit of magnitude up to 1e30 overflows, however often a token occurs.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct Sampler {
-    // Never waited for: a sampler belongs to one request, so use by two threads at once is an error of the caller.
+    // No call waits for this lock: a sampler belongs to one request, so its use by two threads at once is the caller's
+    // error.
     state: RwLock<sample::Sampler>,
 }
 
@@ -102,9 +103,10 @@ impl Sampler {
         detached(py, || self.state.try_write().map_err(busy)?.commit(&tokens))
     }
 
-    /// The token at absolute `position` from its `logits` (float32 [vocab]); `path` are the tokens between the
-    /// committed history and it. Raises `NonFiniteError` for NaN, +inf, or no finite value; its `what` says whether
-    /// the logits came so, or bias and penalties made them so; `GrammarFailedError` where the grammar leaves nothing.
+    /// Draw the token at absolute `position` from its `logits` (float32 [vocab]); `path` are the tokens between the
+    /// committed history and that position. Raises `NonFiniteError` for NaN, +inf, or no finite value; its `what` says
+    /// whether the logits were given so, or bias and penalties made them so. Raises `GrammarFailedError` if the grammar
+    /// allows no token.
     #[pyo3(signature = (logits, position, path=None))]
     fn draw(&self, py: Python<'_>, logits: &Bound<'_, PyAny>, position: Int, path: Option<Vec<Int>>) -> PyResult<i32> {
         let logits = Tensor::import(logits, "logits", None)?;
@@ -117,9 +119,9 @@ impl Sampler {
         })
     }
 
-    /// Write what a token is drawn from to `out`, float32 [vocab]: each of its `logits` after masks, bias and penalties,
-    /// less the largest of them, over the temperature where that is not 0; -inf for tokens that are banned, or that
-    /// top-k, top-p and min-p leave out. `path` and errors are those of `draw`.
+    /// Write the scores that a token is drawn from to `out`, float32 [vocab]: each of its `logits` after masks, bias
+    /// and penalties, minus the largest of them, divided by the temperature if that is not 0. Tokens that are banned,
+    /// or that top-k, top-p and min-p leave out, get -inf. `path` and errors are those of `draw`.
     #[pyo3(signature = (logits, out, path=None))]
     fn processed(
         &self,
@@ -156,14 +158,14 @@ fn bias(token: Int, value: f64) -> Result<(i32, f32)> {
     Ok((token.i32("logit_bias token")?, value as f32))
 }
 
-/// What a round accepted.
+/// Accepted paths and emitted tokens of a round.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct Accepts(pub(super) round::Accepts);
 
 #[pymethods]
 impl Accepts {
-    /// Accepted paths from the arrays of a device, on the host: int32 `offsets` [B + 1], int32 `paths` and `tokens` of at
-    /// least as many entries; what lies behind the last is not read. No request of them has an error.
+    /// Accepted paths from the arrays of a device, on the host: int32 `offsets` [B + 1], int32 `paths` and `tokens` of
+    /// at least as many entries; entries after the last are not read. No request has an error.
     #[staticmethod]
     fn from_arrays(
         py: Python<'_>,
@@ -183,15 +185,16 @@ impl Accepts {
         (0..self.0.len()).map(|i| self.0.path(i).to_vec()).collect()
     }
 
-    /// Tokens that each request emits: the accepted drafts and one more, drawn at the last accepted node. Where `errors`
-    /// has an error for the request, the accepted drafts alone: one less than its path has nodes.
+    /// Tokens that each request emits: the accepted drafts and one more, drawn at the last accepted node. If `errors`
+    /// has an error for the request, only the accepted drafts: one token less than its path has nodes.
     #[getter]
     fn tokens(&self) -> Vec<Vec<i32>> {
         (0..self.0.len()).map(|i| self.0.tokens(i).to_vec()).collect()
     }
 
-    /// For each request `None`, or why no token could be drawn at the last node of its path: the `NonFiniteError` of the
-    /// row of logits, or a `GrammarFailedError`; `request` is its row of the batch, `row` the row of logits.
+    /// For each request `None`, or the error that says why no token could be drawn at the last node of its path: the
+    /// `NonFiniteError` of the row of logits, or a `GrammarFailedError`. Its `request` is the row of the batch, its
+    /// `row` the row of logits.
     #[getter]
     fn errors(&self) -> Vec<Option<PyErr>> {
         (0..self.0.len()).map(|i| self.0.fault(i).cloned().map(PyErr::from)).collect()
@@ -206,13 +209,14 @@ impl Accepts {
     }
 }
 
-/// Tokens of a tree's nodes, and behind each the likeliest.
+/// Tokens of a tree's nodes, and for each node the likeliest next tokens.
 type Likeliest = (Vec<i32>, Vec<Vec<u32>>);
 
-/// Of some `requests` (rows of the batch) the tokens of their trees' nodes, and for each node the tokens of its `count` largest
-/// logits: the largest first, of equal ones the lower token first, as many as there are; none where the row of logits has
-/// NaN or no finite value. `logits` is float32 [sum of sizes, vocab], one row a node. Raises `ConfigError` for a request
-/// that is named twice, so that no more tokens come back than there are logits.
+/// Returns, for some `requests` (rows of the batch), the tokens of their trees' nodes, and for each node the tokens of
+/// its `count` largest logits (of all, if there are fewer). The largest comes first; of equal logits the lower token
+/// comes first. A row of logits with NaN or without a finite value gives none. `logits` is float32 [sum of sizes,
+/// vocab], one row a node. Raises `ConfigError` for a request that is named twice, so that no more tokens come back
+/// than there are logits.
 #[pyfunction]
 #[pyo3(signature = (trees, logits, requests, count))]
 pub(super) fn likeliest(
@@ -249,7 +253,7 @@ pub(super) fn likeliest(
 
 /// Walk each tree along the tokens that plain decoding would draw. `logits` is float32 [sum of sizes, vocab], one row a
 /// node; `samplers` and `lens` (committed lengths: the roots' positions) have one entry a request. Samplers are not
-/// changed. A row of logits that a walk reads and that cannot be sampled ends that request's walk alone: see
+/// changed. A row of logits that cannot be sampled ends only the walk of the request that reads it: see
 /// `Accepts.errors`.
 #[pyfunction]
 #[pyo3(signature = (trees, logits, samplers, lens))]
@@ -271,7 +275,7 @@ pub(super) fn verify(
     detached(py, || {
         let held = samplers.iter().map(|s| s.try_read().map_err(busy)).collect::<Result<Vec<_>>>()?;
         let samplers: Vec<&sample::Sampler> = held.iter().map(|s| &**s).collect();
-        // The core takes the vocabulary from the samplers; without one there is nothing to compare.
+        // The core takes the vocabulary's size from the samplers; without a sampler there is nothing to compare.
         if let Some(s) = samplers.iter().find(|s| s.vocab() as usize != vocab) {
             return Err(
                 logits.mismatch(format_args!("{vocab} columns"), format_args!("{} (the vocabulary)", s.vocab()))

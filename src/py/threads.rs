@@ -1,4 +1,4 @@
-//! How the kernels run: on how many threads ([`crate::host::threads`]), by which instructions, under which rule.
+//! The way the kernels run: number of threads ([`crate::host::threads`]), instruction set, rule of attention.
 
 use pyo3::prelude::*;
 
@@ -7,16 +7,17 @@ use crate::host::threads;
 
 /// Let the CPU kernels of this process use `n` threads, 1 to 64, the calling one included.
 ///
-/// Results do not depend on `n`, to the bit. With 1 there are no other threads; otherwise workers start when a kernel
-/// first has enough to do, poll within a pass, and sleep when none has called for about as long as waking takes.
+/// Results do not depend on `n`, to the bit. With 1 there are no other threads. Otherwise workers start when a kernel
+/// first has enough work, poll within a pass, and sleep once no kernel has called them for about the time that waking
+/// takes.
 ///
 /// Without a call of this function (or `--threads` on the command line, which calls it), the number is the first of
-/// these. (1) `torch.get_num_threads()` when an `LLM` is made, if somebody must have changed it: it differs from
-/// `OMP_NUM_THREADS`, or, without that variable, is below number 3 or above the machine's CPUs. (2) The first number
-/// of `OMP_NUM_THREADS`, read once; a value that is not a list of positive numbers is ignored. (3) The CPUs that the
-/// process may use, by affinity mask and cgroup quota, at most 8.
+/// these. (1) `torch.get_num_threads()` when an `LLM` is made, if somebody must have changed that number: it differs
+/// from `OMP_NUM_THREADS`, or, without that variable, is below number 3 or above the machine's CPUs. (2) The first
+/// number of `OMP_NUM_THREADS`, read once; a value that is not a list of positive numbers is ignored. (3) The CPUs that
+/// the process may use, by affinity mask and cgroup quota, at most 8.
 ///
-/// Raises ConfigError for an `n` out of range.
+/// Raises `ConfigError` for an `n` out of range.
 #[pyfunction]
 pub(super) fn set_num_threads(n: Int) -> PyResult<()> {
     Ok(threads::set_num_threads(n.usize("num_threads")?)?)
@@ -28,15 +29,16 @@ pub(super) fn num_threads() -> usize {
     threads::num_threads()
 }
 
-/// Take over torch's number of threads if somebody must have changed it; `set_num_threads` has the rule.
+/// Take over torch's number of threads if somebody must have changed that; `set_num_threads` has the rule.
 #[pyfunction]
 pub(super) fn _follow_torch(torch_threads: Int, machine_cpus: Int) -> PyResult<()> {
     threads::follow_torch(torch_threads.usize("torch_threads")?, machine_cpus.usize("machine_cpus")?);
     Ok(())
 }
 
-/// `(instruction set, rule)`: what the CPU kernels were dispatched to (`avx512`, `avx2`, `neon` or `scalar`), and the
-/// number of the rule that attention's bits on a GPU follow, which changes with them; `None` in a build without CUDA.
+/// Returns `(instruction set, rule)`: the instruction set that the CPU kernels were dispatched to (`avx512`, `avx2`,
+/// `neon` or `scalar`), and the number of the rule that attention's bits on a GPU follow, which changes with those
+/// bits; `None` for the rule in a build without CUDA.
 #[pyfunction]
 pub(super) fn _numerics_ids() -> (&'static str, Option<i32>) {
     (crate::simd::name(), super::cuda::attention_rule())

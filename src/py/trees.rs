@@ -13,15 +13,15 @@ use crate::error::Result;
 use crate::host::select;
 use crate::round;
 
-/// The token trees of a batch, one a request, nodes of all requests behind one another. Node 0 of each is its root;
-/// indices are within the request's own tree.
+/// The token trees of a batch, one for each request; the nodes of each request follow those of the request before. Node
+/// 0 of each tree is its root; indices count within the request's own tree.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct TreeBatch(pub(super) round::TreeBatch);
 
 #[pymethods]
 impl TreeBatch {
-    /// Trees of any shape: a parent array (-1 for the root, `parents[i] < i`) and the tokens of each request; `scores`
-    /// are cumulative log-probabilities, 0 for roots.
+    /// Trees of any shape, from a parent array (-1 for the root, `parents[i] < i`) and the tokens of each request;
+    /// `scores` are cumulative log-probabilities, 0 for roots.
     #[staticmethod]
     #[pyo3(signature = (parents, tokens, scores=None))]
     fn from_parents(
@@ -59,7 +59,7 @@ impl TreeBatch {
     }
 
     /// Trees from the arrays of a device, on the host: int32 `offsets` [B + 1], int32 `tokens` and `parents` and
-    /// float32 `scores` of at least as many nodes; what lies behind the last is not read.
+    /// float32 `scores` of at least as many nodes; entries after the last are not read.
     #[staticmethod]
     fn from_arrays(
         py: Python<'_>,
@@ -87,8 +87,8 @@ impl TreeBatch {
         Ok(Array::line(self.0.tokens())?)
     }
 
-    /// Cumulative log-probability of each node by its source, float32 [nodes]; 0 for roots, and for trees made without
-    /// scores.
+    /// Cumulative log-probability that its source gave each node, float32 [nodes]; 0 for roots, and for trees made
+    /// without scores.
     #[getter]
     fn scores(&self) -> PyResult<Array> {
         Ok(Array::line(self.0.scores())?)
@@ -117,11 +117,11 @@ impl TreeBatch {
 
 /// Candidates and beams of a batch while the draft model runs: made once, for rounds of up to `max_batch` requests.
 /// `vocab` is the target's vocabulary; `d2t` (int64 [draft vocabulary]) holds the offset to add to each draft id (the
-/// EAGLE-3 format), `None` where both share one; it is read here alone.
+/// EAGLE-3 format), `None` where both share one; only this constructor reads it.
 ///
-/// `start(logits)` once a round, then `advance(logits)` after each forward of the draft model; between them `tokens`
-/// and `parents` are the next forward's input, K rows a request. Logits without a distribution (NaN, +inf, no finite
-/// value) raise nothing: their request stops drafting, see `faults`.
+/// Call `start(logits)` once a round, then `advance(logits)` after each forward of the draft model; after each call
+/// `tokens` and `parents` are the next forward's input, K rows a request. Logits without a distribution (NaN, +inf, no
+/// finite value) raise no error: their request stops drafting, see `faults`.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct DraftBeams {
     max_batch: usize,
@@ -218,11 +218,12 @@ impl DraftBeams {
     }
 
     /// Why requests of this round stopped drafting: a `NonFiniteError` each, with `request` (its row of the batch), and
-    /// `row` and `index` into the logits. Such a request keeps the levels drafted before; where `start` met the fault,
-    /// `finish` gives it its root alone.
+    /// `row` and `index` into the logits. Such a request keeps the levels that were drafted before; if `start` met the
+    /// fault, `finish` gives it only its root.
     #[getter]
     fn faults(&self) -> Vec<PyErr> {
-        // Exceptions are made behind the lock: an allocation may collect garbage, whose finalizers look at these beams.
+        // Exceptions are made after the lock is released: an allocation may collect garbage, whose finalizers look at
+        // these beams.
         let faults = self.state().faults().to_vec();
         faults.into_iter().map(PyErr::from).collect()
     }

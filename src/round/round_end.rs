@@ -1,13 +1,13 @@
-//! The end of a round: the next state of each seat, and the slot of a ring by which the host learns of it.
+//! The end of a round: the next state of each seat, and the slot of a ring from which the host reads it.
 //!
-//! `cuda/round_end.cu` does on the device what [`end_round`] and [`RingLayout::publish`] do here, to the bit.
+//! `cuda/round_end.cu` computes on the device, to the bit, the same as [`end_round`] and [`RingLayout::publish`] here.
 
 use crate::bounds::MAX_BATCH;
 use crate::error::{Error, Result, in_range, same_length};
 
 /// Bit of [`RoundEnd::exit`]: a live seat is done.
 pub const EXIT_DONE: u32 = 1;
-/// Bit of [`RoundEnd::exit`]: a seat's target scores were no numbers.
+/// Bit of [`RoundEnd::exit`]: a seat's target scores were not numbers.
 pub const EXIT_NAN: u32 = 2;
 /// Bit of [`RoundEnd::exit`]: the draft scores of a seat's root give no distribution.
 pub const EXIT_UNSOUND: u32 = 4;
@@ -30,39 +30,39 @@ pub const EXIT_AT: usize = 3;
 pub const CONTINUES_AT: usize = 4;
 /// First of two words of a slot: when the round was published, in nanoseconds of the device's clock, the low word first.
 pub const TIME_AT: usize = 6;
-/// Words of a slot before the seats' lengths; those not named above are 0.
+/// Words of a slot before the seats' lengths; the words not named above are 0.
 pub const HEADER_WORDS: usize = 16;
 
-/// A slot begins at a multiple of these words: a line of memory, so that no two rounds write one line.
+/// A slot begins at a multiple of so many words: a line of memory, so that no two rounds write the same line.
 const SLOT_ALIGN: usize = 32;
-/// Words of a vector: what a round found begins at a multiple of them within its slot.
+/// Words of a vector: a round's results begin at a multiple of so many words within its slot.
 const VECTOR: usize = 4;
 /// Most slots of a ring.
 const MAX_SLOTS: u64 = 1 << 16;
 /// Most words of a ring, so that int32 arithmetic on them cannot overflow.
 const MAX_WORDS: u64 = 1 << 28;
 
-/// Places of a round's published values in a ring of slots, in words of 4 bytes: the one place of this arithmetic.
+/// Places of a round's published values in a ring of slots, in words of 4 bytes. Only this type has the arithmetic.
 ///
 /// ```text
 /// slot:  header [16] | lens [batch] | depths [batch] | 0..3 unused | found [words] | unused, to a multiple of 32
 /// ```
 ///
-/// Round `r` has slot `r % slots`. `lens` and `depths` are those that the round used, before they advance.
+/// Round `r` has slot `r % slots`. `lens` and `depths` are the values that the round used, before they advance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RingLayout {
-    /// A power of two, at least 2.
+    /// Number of slots: a power of two, at least 2.
     slots: usize,
     batch: usize,
     words: usize,
 }
 
 impl RingLayout {
-    /// A ring of `slots` slots for rounds of `batch` seats that find `words` words.
+    /// A ring of `slots` slots for rounds of `batch` seats whose results take `words` words.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] or [`Error::Invalid`] for `slots` that are no power of two from 2 on, and for what int32 does
-    /// not index.
+    /// [`Error::OutOfRange`] or [`Error::Invalid`] if `slots` is not a power of two of at least 2, and for sizes that
+    /// int32 does not index.
     pub fn new(slots: u64, batch: u64, words: u64) -> Result<Self> {
         in_range("ring slots", slots, 2, MAX_SLOTS.into())?;
         if !slots.is_power_of_two() {
@@ -86,7 +86,7 @@ impl RingLayout {
         self.batch
     }
 
-    /// Words of what a round found.
+    /// Words of a round's results.
     pub fn words(&self) -> usize {
         self.words
     }
@@ -101,12 +101,12 @@ impl RingLayout {
         HEADER_WORDS + self.batch
     }
 
-    /// First word of what the round found.
+    /// First word of the round's results.
     pub fn found_at(&self) -> usize {
         (HEADER_WORDS + 2 * self.batch).next_multiple_of(VECTOR)
     }
 
-    /// Words from slot to slot.
+    /// Words from the beginning of a slot to that of the next.
     pub fn slot_words(&self) -> usize {
         (self.found_at() + self.words).next_multiple_of(SLOT_ALIGN)
     }
@@ -123,7 +123,8 @@ impl RingLayout {
 
     /// Write all of round `round` into its slot of `ring`, and mark the next slot as being written.
     ///
-    /// `lens` and `depths` are those before [`end_round`]. The time stays 0: there is no device whose clock it would be.
+    /// `lens` and `depths` are the values before [`end_round`]. The time stays 0, since there is no device with a
+    /// clock.
     ///
     /// # Errors
     /// [`Error::Mismatch`] for arrays of other lengths.
@@ -161,23 +162,23 @@ impl RingLayout {
 pub enum SlotState {
     /// The round has not ended.
     Ahead,
-    /// The slot holds it.
+    /// The slot holds all of the round.
     Whole,
     /// This later round has begun to write the slot.
     Overwritten(u64),
 }
 
 impl RingLayout {
-    /// The state of `round`, by the sequence word `sequence` of its slot. The word counts modulo 2^32: it tells rounds
-    /// apart that are fewer than 2^31 from each other.
+    /// The state of `round`, by the sequence word `sequence` of its slot. The word counts modulo 2^32, so it tells
+    /// apart only rounds that are fewer than 2^31 from each other.
     pub fn state(&self, round: u64, sequence: u32) -> SlotState {
         let behind = sequence.wrapping_sub((round as u32).wrapping_add(1)) as i32;
         match behind {
             0 => SlotState::Whole,
             ..0 => SlotState::Ahead,
             _ => {
-                // The word of a slot that is being written is that round's number; of a complete slot it is the number
-                // and 1.
+                // While a slot is being written, its word is the round's number; once it is complete, its word is the
+                // number plus 1.
                 let past = 1 + behind as u64;
                 SlotState::Overwritten(round + past - past % self.slots as u64)
             }
@@ -185,48 +186,48 @@ impl RingLayout {
     }
 }
 
-/// What verification found, of each seat.
+/// Results of verification for each seat.
 #[derive(Debug, Clone, Copy)]
 pub struct RoundFound<'a> {
-    /// First entry of each seat in `tokens`, and the end of the last one's: `[batch + 1]`.
+    /// First entry of each seat in `tokens`, then the end of the last seat's entries: `[batch + 1]`.
     pub offsets: &'a [i32],
     /// Tokens drawn along each accepted path; a seat's last is its new root.
     pub tokens: &'a [i32],
-    /// Committed length with the accepted nodes: `[batch]`.
+    /// Committed length including the accepted nodes: `[batch]`.
     pub new_lens: &'a [i32],
     /// The new root: `[batch]`.
     pub roots: &'a [i32],
-    /// Not 0 if the target's scores were no numbers: `[batch]`.
+    /// Not 0 if the target's scores were not numbers: `[batch]`.
     pub faults: &'a [i32],
-    /// Sound draft steps, 0 where the root's draft scores give no distribution: `[batch]`; read of seats that draft.
+    /// Sound draft steps, 0 if the root's draft scores give no distribution: `[batch]`; read only for seats that draft.
     pub sound: &'a [i32],
     /// Live seats.
     pub live: i32,
 }
 
-/// Limits under which a request is decoded, which no round changes.
+/// Limits under which requests are decoded, which no round changes.
 #[derive(Debug, Clone, Copy)]
 pub struct SeatLimits<'a> {
-    /// Committed length from which on the request has ended: `[batch]`.
+    /// Committed length at which the request ends: `[batch]`.
     pub limits: &'a [i32],
     /// Deepest level of drafts that is wanted: `[batch]`.
     pub caps: &'a [i32],
-    /// Tokens that end a request, as many places for each seat: `[batch * places]`.
+    /// Tokens that end a request, with equally many places for each seat: `[batch * places]`.
     pub stops: &'a [i32],
-    /// How many of its places each seat uses: `[batch]`.
+    /// Number of places that each seat uses: `[batch]`.
     pub stop_counts: &'a [i32],
 }
 
-/// State at a round's beginning, `[batch]` each; the round's end makes it that of the next round.
+/// State at a round's beginning, `[batch]` each; the round's end turns it into the state at the next round's beginning.
 #[derive(Debug)]
 pub struct SeatState<'a> {
     /// Committed lengths.
     pub lens: &'a mut [i32],
     /// Tokens of the roots.
     pub roots: &'a mut [i32],
-    /// How deep each seat drafts, 0 for not at all.
+    /// Levels of drafts of each seat; 0 if it does not draft.
     pub depths: &'a mut [i32],
-    /// Not 0 for a seat that has ended, and repeats its root alone.
+    /// Not 0 for a seat that has ended and only repeats its root.
     pub done: &'a mut [i32],
 }
 
@@ -235,9 +236,9 @@ pub struct SeatState<'a> {
 pub struct Signals {
     /// The host asks for an end.
     pub asked: bool,
-    /// An access was recorded before, which the host has not read yet.
+    /// A skipped access was recorded before, and the host has not read the record yet.
     pub recorded: bool,
-    /// Rounds of this launch that were left before this one; `None` for a launch of one round.
+    /// Rounds that this launch had left before this one; `None` for a launch of one round.
     pub left: Option<i32>,
 }
 
@@ -250,18 +251,18 @@ pub struct RoundEnd {
     pub exit: u32,
     /// True if another round follows in the same launch.
     pub continues: bool,
-    /// Rounds of the launch that are left.
+    /// Rounds that the launch has left.
     pub left: Option<i32>,
-    /// What was wrong with seats whose numbers were refused: [`Error::OutOfBounds`]. They are done.
+    /// Errors of the seats whose numbers were refused: [`Error::OutOfBounds`]. These seats are done.
     pub refused: Vec<Error>,
 }
 
-/// Advance each live seat to what verification found, or end it.
+/// Advance each live seat by the results of verification, or end it.
 ///
-/// A live seat that is not done and has no fault advances: its length, its root, and as many levels of drafts as are wanted
-/// and as fit before its limit. It becomes done, and keeps length and root, where a token of its path ends it, where its
-/// new length reaches the limit, where the target's scores were no numbers, or where its numbers make no sense. A seat
-/// that is done drafts nothing. Dead seats stay as they are.
+/// A live seat that is not done and has no fault advances: it gets its new length, its new root, and as many levels of
+/// drafts as are wanted and fit before its limit. A seat becomes done, and keeps length and root, if a token of its
+/// path ends it, if its new length reaches the limit, if the target's scores were not numbers, or if its own numbers
+/// make no sense. A seat that is done drafts nothing. Dead seats stay as they are.
 ///
 /// # Errors
 /// [`Error::Mismatch`] for arrays of other lengths; nothing has changed then.
@@ -342,7 +343,7 @@ pub fn end_round(
     Ok(RoundEnd { live: live as i32, exit, continues: left.is_some() && exit == 0, left, refused })
 }
 
-/// The tokens of a seat's path, where its numbers make sense.
+/// The tokens of a seat's path, if its numbers make sense.
 fn entries<'a>(
     found: &RoundFound<'a>,
     limits: &SeatLimits<'_>,

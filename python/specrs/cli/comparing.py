@@ -43,7 +43,7 @@ class Comparison:
 
     @property
     def ratios(self) -> list[float]:
-        """How many times faster the speculative run of each pair was; empty where nothing was drafted."""
+        """Speed-up of the speculative run of each pair; empty if nothing was drafted."""
         return [p / s for p, s in zip(self.plain, self.speculative, strict=True)] if self.drafting_runs else []
 
     def line(self) -> str:

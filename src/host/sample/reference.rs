@@ -80,7 +80,7 @@ fn weigh(config: &SamplerConfig, row: &[f32]) -> std::result::Result<Vec<u64>, R
 /// The token that [`super::Sampler::draw`] gives for a request with this prompt and these outputs so far.
 ///
 /// # Errors
-/// As [`super::Sampler::draw`].
+/// Those of [`super::Sampler::draw`].
 pub fn draw(
     config: &SamplerConfig,
     prompt: &[i32],

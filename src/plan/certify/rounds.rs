@@ -1,4 +1,4 @@
-//! Whole rounds by the planner, on a real pool and in debug mode, in which every query of every plan is audited.
+//! Plans of whole rounds, on a real pool and in debug mode, in which every query of every plan is audited.
 
 use crate::error::Result;
 use crate::geometry::{Geometry, Limits};
@@ -8,7 +8,7 @@ use crate::plan::{AuditedPlan, Batch, DraftMask, Lens, Paths, Planner, Trees, Wr
 use crate::pool::{Pool, PoolConfig, SeqId};
 
 impl Proof {
-    /// Whole rounds by the planner, two rows a residue on one pool: a short one and one at the context wall.
+    /// Plan whole rounds for each residue, with two rows on one pool: a short row, and a row at the context wall.
     pub(super) fn rounds(&mut self, geometry: &Geometry) -> Result<()> {
         let two = Limits { max_batch: 2, ..geometry.limits() };
         let geometry = Geometry::with_reverts(two, geometry.shape(), geometry.layout(), geometry.reverts())?;

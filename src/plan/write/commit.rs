@@ -69,7 +69,7 @@ impl<F: Lower> Planner<F> {
     /// where r = 0 or in the dense layout.
     ///
     /// # Errors
-    /// As [`Self::draft`], of the holes.
+    /// Those of [`Self::draft`], for the holes.
     pub fn tail_copies(&mut self, tables: &Tables<'_>, batch: &Batch<'_>) -> Result<AuditedCommit> {
         const WHO: &str = "tail copy";
         let lens = batch.lens.host(WHO)?;

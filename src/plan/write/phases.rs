@@ -28,7 +28,8 @@ impl<F: Lower> Planner<F> {
     /// One token behind the first `batch.lens[i]` of each request: plain decoding.
     ///
     /// # Errors
-    /// As [`Self::extend`], and for a length below what is committed, or whose commit was planned.
+    /// Those of [`Self::extend`], and errors for a length below the length that is committed, or whose commit was
+    /// planned.
     pub fn decode(&mut self, tables: &Tables<'_>, batch: &Batch<'_>) -> Result<AuditedPlan<F>> {
         let starts = batch.lens.host("decode")?;
         let mut ones = std::mem::take(&mut self.scratch.ones);

@@ -322,8 +322,8 @@ impl RowPages<'_> {
 
 /// Slots of the run that starts `off` slots into `pages` and ends in the last of them; P > 1.
 ///
-/// Where a run starts in its page is as good as random, so loops that end at page borders would be mispredicted at
-/// both ends. Here every loop's length is the run's or the page's.
+/// A run's start within its page is as good as random, so the CPU would mispredict both ends of loops that end at page
+/// borders. Here every loop is as long as the run or the page.
 #[inline(always)]
 fn fill_slots(pages: &[i32], off: u32, shift: u32, out: &mut [i32]) {
     let (size, border) = (1usize << shift, (1 << shift) - off as i32);

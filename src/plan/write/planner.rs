@@ -180,7 +180,7 @@ impl<F: Lower> AuditedPlan<F> {
     /// Check a plan made elsewhere, in full, and derive its format's arrays, which are read back and checked too.
     ///
     /// # Errors
-    /// Whatever is wrong with it, with operands: see [`crate::plan`] for the list of checks.
+    /// The first fault of the plan, with operands: see [`crate::plan`] for the list of checks.
     pub fn audit(plan: Plan, tables: &Tables<'_>, geometry: &Geometry, format: &F) -> Result<Self> {
         format.supports(geometry)?;
         check_pool(tables, plan.phase.name(), plan.pool)?;

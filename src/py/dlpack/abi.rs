@@ -8,7 +8,7 @@ pub(super) const LEGACY_USED: &CStr = c"used_dltensor";
 pub(super) const VERSIONED: &CStr = c"dltensor_versioned";
 pub(super) const VERSIONED_USED: &CStr = c"used_dltensor_versioned";
 pub(super) const EXCHANGE: &CStr = c"dlpack_exchange_api";
-/// The newest DLPack whose structures are those below.
+/// The newest version of DLPack that the structures below follow.
 pub(super) const MAX_VERSION: (u32, u32) = (1, 3);
 pub(super) const READ_ONLY: u64 = 1;
 pub(super) const IS_COPIED: u64 = 2;
@@ -91,7 +91,7 @@ pub(in crate::py) trait Element: bytemuck::Pod + Send + Sync {
     /// The type as DLPack names it.
     const DTYPE: DType;
 
-    /// Whether a tensor of `dtype` may be viewed as this type.
+    /// Returns whether a tensor of `dtype` may be viewed as this type.
     fn views(dtype: DType) -> bool {
         dtype == Self::DTYPE
     }
@@ -105,7 +105,7 @@ element!(f32 => F32, half::f16 => F16, half::bf16 => BF16, i32 => I32, i64 => I6
 impl Element for u8 {
     const DTYPE: DType = DType::U8;
 
-    // A bool may hold any byte in a foreign tensor, so it is read as one.
+    // A foreign tensor may hold any byte as a bool, so bools are read as bytes.
     fn views(dtype: DType) -> bool {
         dtype == DType::U8 || dtype == DType::BOOL
     }

@@ -11,12 +11,13 @@ use super::buffer::Buffer;
 use crate::error::Result;
 use crate::py::arg::detached;
 
-/// Says whether memory that is written again and again still holds what a view of it was made of.
+/// Guard of a view of memory that is written again and again: it tells whether the memory still holds the viewed
+/// values.
 pub(in crate::py) trait ViewGuard: Send + Sync {
-    /// Check that the memory is still there: a caller's tensor that was resized since has none of ours.
+    /// Check that the memory is still there: a caller's tensor that was resized since has freed it.
     ///
     /// # Errors
-    /// `Error::Mismatch` where it is not.
+    /// `Error::Mismatch` if the memory is gone.
     fn check(&self, py: Python<'_>) -> PyResult<()>;
 
     /// Run `read` while nobody writes the memory.
@@ -42,12 +43,12 @@ impl Array {
         Ok(Self::of(Buffer::new(values, shape)?, None))
     }
 
-    /// The tensor that `buffer` is, for as long as `guard` lets it be read.
+    /// An array over `buffer`, readable for as long as `guard` allows.
     pub(in crate::py) fn of(buffer: Buffer, guard: Option<Arc<dyn ViewGuard>>) -> Self {
         Self { buffer: Arc::new(buffer), guard }
     }
 
-    /// The tensor, where its memory is still there and holds what it was made of.
+    /// The buffer, if its memory is still there and still holds the array's values.
     pub(in crate::py) fn current(&self, py: Python<'_>) -> PyResult<&Arc<Buffer>> {
         if let Some(guard) = &self.guard {
             guard.check(py)?;

@@ -1,4 +1,4 @@
-//! Memory as DLPack capsules: a buffer's own, or that of anything that an `Arc` keeps in place.
+//! Memory as DLPack capsules: a buffer's own memory, or that of an object which an `Arc` keeps in place.
 #![allow(unsafe_code)]
 
 use std::cell::UnsafeCell;
@@ -15,16 +15,16 @@ use super::abi::{
 use super::place::Place;
 use crate::error::{Error, Result};
 
-/// What keeps the memory of a [`Buffer`] in place.
+/// The owner that keeps the memory of a [`Buffer`] in place.
 enum Storage {
-    /// The buffer itself. Nothing of the core reads it as data, so a consumer that writes into it spoils only its own
-    /// numbers.
+    /// The buffer itself. The core never reads this memory as data, so a consumer that writes into it spoils only its
+    /// own numbers.
     Own(#[allow(dead_code, reason = "held for its memory")] Box<[UnsafeCell<u64>]>),
-    /// A plan's arrays, or whatever else lends a shared slice: read-only to consumers.
+    /// An object that lends a shared slice, such as a plan's arrays: read-only to consumers.
     Shared(#[allow(dead_code, reason = "held for its memory")] Arc<dyn Send + Sync>),
-    /// Memory of a device, which work in flight may write. The host never reads it.
+    /// Memory of a device, which kernels in flight may write. The host never reads it.
     Loan(#[allow(dead_code, reason = "held for its memory")] Box<dyn Send + Sync>),
-    /// Static memory, which calls write again later.
+    /// Static memory, which later calls write again.
     Static(#[allow(dead_code, reason = "held for its memory")] Arc<Place>),
 }
 
@@ -38,8 +38,8 @@ pub(in crate::py) struct Buffer {
     strides: Box<[i64]>, // elements; the last dimension's is 1
 }
 
-// SAFETY: the memory is kept by `storage`, which is Send and Sync or plain words. Rust only copies out of it, in
-// `bytes`; consumers that write do so under DLPack's rules, not ours.
+// SAFETY: the memory is kept by `storage`, which is Send and Sync or plain words. Rust only copies out of that memory,
+// in `bytes`; consumers that write do so under DLPack's rules, not ours.
 unsafe impl Send for Buffer {}
 // SAFETY: as above.
 unsafe impl Sync for Buffer {}
@@ -47,7 +47,7 @@ unsafe impl Sync for Buffer {}
 impl Buffer {
     /// Copy `values` into a buffer of this shape.
     pub(in crate::py) fn new<T: Element>(values: &[T], shape: &[usize]) -> Result<Self> {
-        // Nothing to multiply where a size is 0: the others may be anything.
+        // With a size of 0 there are no elements, even if the product of the other sizes overflows.
         let elements =
             if shape.contains(&0) { Some(0) } else { shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d)) };
         if elements != Some(values.len()) {
@@ -79,8 +79,8 @@ impl Buffer {
         }
     }
 
-    /// The slice that `of` finds in `owner` as a tensor, without a copy. Whoever consumes it keeps `owner` alive, from
-    /// whichever thread; nothing may write to the slice as long as that lasts, which an `Arc` of plain data sees to.
+    /// A tensor over the slice that `of` finds in `owner`, without a copy. A consumer on any thread keeps `owner`
+    /// alive. Nothing may write to the slice meanwhile, which an `Arc` of plain data guarantees.
     ///
     /// # Errors
     /// [`Error::Capacity`] for a slice that is too short for `view`.
@@ -89,15 +89,15 @@ impl Buffer {
         of: impl for<'a> FnOnce(&'a O) -> &'a [u8],
         view: View,
     ) -> Result<Self> {
-        // The borrow ends here; the memory stays where it is, because nobody can get a `&mut O` while `owner` lives
-        // (`Arc`), and `of` cannot lend anything from behind a lock (the slice has the lifetime of `&O`).
+        // The borrow ends here, but the memory stays where it is: nobody can get a `&mut O` while `owner` lives
+        // (`Arc`), and `of` cannot lend memory from behind a lock (the slice has the lifetime of `&O`).
         let bytes = of(&owner);
         let data = bytes.as_ptr();
         view.fits(bytes.len())?;
         Ok(view.of(Storage::Shared(owner), data))
     }
 
-    /// A part of static memory as a tensor, without a copy.
+    /// A tensor over a part of static memory, without a copy.
     ///
     /// # Errors
     /// [`Error::Capacity`] for memory that is too small for `view`.
@@ -107,7 +107,8 @@ impl Buffer {
         Ok(view.of(Storage::Static(place), data))
     }
 
-    /// `bytes` bytes of a device's memory at `address`, which `loan` keeps, as a tensor in C order, without a copy.
+    /// A tensor in C order over `bytes` bytes of a device's memory at `address`, without a copy. `loan` keeps the
+    /// memory.
     ///
     /// # Errors
     /// [`Error::Capacity`] for memory that is too small for `shape`.
@@ -137,13 +138,13 @@ impl Buffer {
         &self.shape
     }
 
-    /// A copy of the elements of memory of the CPU, in C order. No call may be writing to static memory meanwhile.
+    /// A copy of the elements, in C order. The memory is the CPU's; if it is static, no call may write to it meanwhile.
     pub(in crate::py) fn bytes(&self) -> Vec<u8> {
         let elements = if self.shape.contains(&0) { 0 } else { self.shape.iter().product::<i64>() as usize };
         if elements == 0 {
             return Vec::new();
         }
-        // Rows of the last dimension are contiguous, and so is the whole unless it is a table in a wider one.
+        // Rows are contiguous. The whole is contiguous too, unless it is a table within a wider one.
         let (rows, stride) = match (&*self.shape, &*self.strides) {
             (&[rows, cols], &[stride, _]) if stride != cols => (rows as usize, stride as usize),
             _ => (1, 0),
@@ -164,7 +165,7 @@ impl Buffer {
         out
     }
 
-    /// The description; its pointers live as long as `self`.
+    /// The description of the tensor for DLPack; its pointers live as long as `self`.
     pub(super) fn describe(&self) -> DlTensor {
         let data = if self.shape.contains(&0) { std::ptr::null_mut() } else { self.data.cast_mut().cast() };
         DlTensor {
@@ -183,7 +184,7 @@ impl Buffer {
         if matches!(self.storage, Storage::Shared(_)) { READ_ONLY } else { 0 }
     }
 
-    /// A capsule over this buffer, `dltensor_versioned` or `dltensor`; `copied` says that nobody else has its memory.
+    /// A capsule over this buffer, `dltensor_versioned` or `dltensor`; `copied` says that nobody else uses its memory.
     pub(in crate::py) fn capsule<'py>(
         self: Arc<Self>,
         py: Python<'py>,
@@ -192,8 +193,8 @@ impl Buffer {
     ) -> PyResult<Bound<'py, PyAny>> {
         let (tensor, flags) = (self.describe(), if copied { IS_COPIED } else { self.flags() });
         let context = Arc::into_raw(self).cast_mut().cast::<c_void>();
-        // SAFETY (both): the capsule owns the box, whose `context` owns one count of the buffer; whoever consumes the
-        // capsule renames it and calls the deleter, else the capsule's destructor does.
+        // SAFETY (both): the capsule owns the box, whose `context` owns one count of the buffer; a consumer renames the
+        // capsule and calls the deleter later; without a consumer the capsule's destructor calls it.
         let capsule = if versioned {
             let version = Version { major: 1, minor: 0 };
             let t = Box::new(Versioned { version, context, deleter: Some(delete_versioned), flags, tensor });
@@ -209,12 +210,12 @@ impl Buffer {
     }
 }
 
-/// How memory that exists is seen as a tensor.
+/// Shape and element type that existing memory is given as a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::py) enum View {
     /// `[n]`.
     Line { name: &'static str, dtype: DType, n: usize },
-    /// `[rows, cols]`, each row behind the one before by `stride` elements, `cols <= stride`.
+    /// `[rows, cols]`; each row begins `stride` elements after the one before, `cols <= stride`.
     Table { name: &'static str, dtype: DType, rows: usize, cols: usize, stride: usize },
 }
 

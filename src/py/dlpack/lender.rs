@@ -1,9 +1,10 @@
 //! A tensor that a caller lends for many calls, looked at again before each of them.
 //!
 //! A DLPack tensor keeps its memory alive, with one gap: torch and numpy can resize what they own
-//! (`untyped_storage().resize_`, `resize_`, `set_`, `resize(refcheck=False)`), which frees the memory whoever holds it.
-//! So an object that keeps borrowed memory asks for the tensor again and compares: a fraction of a microsecond. One
-//! thing stays out of sight: an array that is resized beneath another library's tensor (`torch.from_numpy`).
+//! (`untyped_storage().resize_`, `resize_`, `set_`, `resize(refcheck=False)`), which frees the memory although others
+//! hold it. So an object that keeps borrowed memory asks for the tensor again and compares, which takes a fraction of a
+//! microsecond. One case goes unnoticed: an array that is resized beneath another library's tensor
+//! (`torch.from_numpy`).
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -13,34 +14,36 @@ use super::producer::runs_python;
 use super::tensor::Tensor;
 use crate::error::Error;
 
-/// A lent tensor that can be resized, as it was when it was lent.
+/// A lent tensor that can be resized, and its state when it was lent.
 pub(in crate::py) struct Lender {
     object: Py<PyAny>,
     operand: &'static str,
-    /// The tensor, as an error shows it.
+    /// The tensor when it was lent, as an error shows it.
     was: String,
-    /// Since when, and what to do: the end of the error.
+    /// The end of the error's text: since when the tensor should be unchanged, and what to do.
     since: &'static str,
-    /// Whether a look at it may run code of the tensor's class.
+    /// True if looking at the tensor may run code of its class.
     runs_python: bool,
     seen: Tensor,
     beneath: Option<Beneath>,
 }
 
-/// What owns the bytes of a lent tensor, where its library tells.
+/// The owner of a lent tensor's bytes, where its library tells.
 enum Beneath {
-    /// What asks a torch tensor's storage for its size, which DLPack does not tell, and the size: a storage that shrank
-    /// can come to lie where the larger one was.
+    /// The function that returns the size of a torch tensor's storage, which DLPack does not tell, and that size. The
+    /// address does not suffice: a storage that shrank may lie where the larger one lay.
     Storage { nbytes: Py<PyAny>, bytes: usize },
-    /// The numpy array that a numpy view is of: its address and size. Resizing it leaves the view's pointer as it was.
+    /// The numpy array beneath a numpy view, with its address and size. Resizing the array does not change the view's
+    /// pointer.
     Base { array: Py<PyAny>, address: usize, bytes: usize },
 }
 
 impl Lender {
-    /// Of `tensor`, which was imported from `object`; `None` where that cannot be resized.
+    /// A lender for `tensor`, which was imported from `object`; `None` if the object cannot be resized.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] for a tensor that reaches beyond its own storage; what looking for its methods raises.
+    /// [`Error::Mismatch`] for a tensor that reaches beyond its own storage; the exception of the look-up of its
+    /// methods.
     pub(in crate::py) fn of(object: &Bound<'_, PyAny>, tensor: &Tensor) -> PyResult<Option<Self>> {
         Self::since("as when it was lent; a tensor that was resized has to be lent anew", object, tensor)
     }
@@ -62,20 +65,20 @@ impl Lender {
         Ok(Some(Self { object, operand: tensor.operand, was, since, runs_python, seen, beneath }))
     }
 
-    /// What the tensor is called in errors.
+    /// The name of the tensor in errors.
     pub(in crate::py) fn operand(&self) -> &'static str {
         self.operand
     }
 
-    /// Whether [`Self::check`] may run code of the tensor's class.
+    /// Returns whether [`Self::check`] may run code of the tensor's class.
     pub(super) fn runs_python(&self) -> bool {
         self.runs_python
     }
 
-    /// Check that the tensor, and the memory beneath it, are what they were when it was lent.
+    /// Check that the tensor and the memory beneath it are unchanged since the tensor was lent.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] where they are not; what the object raises instead of its tensor.
+    /// [`Error::Mismatch`] where they have changed; any exception that the object raises instead of giving its tensor.
     pub(in crate::py) fn check(&self, py: Python<'_>) -> PyResult<()> {
         match Tensor::import(self.object.bind(py), self.operand, None) {
             Ok(now) if !now.is(&self.seen) => return Err(self.changed(now.to_string())),
@@ -100,7 +103,7 @@ impl Lender {
     /// [`Self::check`], before the tensor is written.
     ///
     /// # Errors
-    /// As there, and as [`super::Output::import`].
+    /// Those of `check`, and those of [`super::Output::import`].
     pub(in crate::py) fn touch(&self, py: Python<'_>) -> PyResult<()> {
         self.check(py)?;
         touch(self.object.bind(py), &self.seen)
@@ -133,7 +136,7 @@ impl Beneath {
         }
     }
 
-    /// What is there now, where it is not what was there.
+    /// A description of what is there now; `None` if nothing has changed.
     fn changed(&self, py: Python<'_>) -> PyResult<Option<String>> {
         match self {
             Self::Storage { nbytes, bytes: was } => {

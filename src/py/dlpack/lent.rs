@@ -1,4 +1,4 @@
-//! Static memory: tensors that a caller lends to be written round after round, or zeroed memory of ours in their stead.
+//! Static memory, which is written round after round: tensors that a caller lends, or zeroed memory of specrs's own.
 #![allow(unsafe_code)]
 
 use std::alloc::Layout;
@@ -12,18 +12,18 @@ use super::tensor::Tensor;
 use crate::error::{Error, Result};
 use crate::plan::Memory;
 
-/// Bytes that memory of ours is aligned to: a cache line, and any vector that a kernel loads.
+/// Alignment of specrs's own memory in bytes: enough for a cache line, and for any vector that a kernel loads.
 const ALIGN: usize = 64;
 
-/// First address, and one past the last, of all static memory, lent or ours (which a caller could lend us back): two
-/// writers of one memory would each hold a `&mut` to it, and what one of them knows of its content the other makes
-/// false.
+/// First address, and one past the last, of all static memory, lent or specrs's own (which a caller could lend back).
+/// No memory is lent twice: two writers would each hold a `&mut` to it, and each would change values that the other
+/// relies on.
 static LENT: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());
 
 /// The right to read and write a [`Place`]; there is one for each.
 pub(in crate::py) struct Lent {
     place: Arc<Place>,
-    /// Nobody has had the bytes to write since they were zeroed.
+    /// True if nobody could write to the bytes since they were zeroed.
     fresh: bool,
 }
 
@@ -44,11 +44,11 @@ impl fmt::Debug for Lent {
 }
 
 impl Lent {
-    /// Zeroed memory of ours. The system backs pages when they are first touched, so static buffers may be as large as
-    /// the configuration's worst case.
+    /// Zeroed memory of specrs's own. The system backs pages when they are first touched, so static buffers may be as
+    /// large as the configuration's worst case.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the system has not that much.
+    /// [`Error::Invalid`] if the system does not have that much.
     pub(in crate::py) fn zeroed(name: &'static str, bytes: u64) -> Result<Self> {
         let none = || Error::Invalid {
             what: name,
@@ -70,10 +70,10 @@ impl Lent {
         Ok(Self { place: Arc::new(place), fresh: true })
     }
 
-    /// A caller's tensor. It is kept alive, and its owner may use it between calls.
+    /// Memory of a caller's tensor. The tensor is kept alive, and its owner may use it between calls.
     ///
     /// # Errors
-    /// As [`Tensor::lendable`]; [`Error::Mismatch`] for memory that is lent already.
+    /// Those of [`Tensor::lendable`]; [`Error::Mismatch`] for memory that is lent already.
     pub(in crate::py) fn tensor(tensor: Tensor, dtypes: &[DType]) -> Result<Self> {
         tensor.lendable(dtypes)?;
         let len = tensor.elements * tensor.dtype.size();
@@ -96,10 +96,10 @@ impl Lent {
 }
 
 impl Tensor {
-    /// Check that this may be lent.
+    /// Check that the tensor may be lent.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] for a tensor that is not on the CPU, whose element type is none of `dtypes`, that is not
+    /// [`Error::Mismatch`] for a tensor that is not on the CPU, whose element type is none of `dtypes`, or that is not
     /// contiguous, aligned and writable.
     pub(in crate::py) fn lendable(&self, dtypes: &[DType]) -> Result<()> {
         if !dtypes.contains(&self.dtype) && self.device == Device::CPU {
@@ -113,8 +113,8 @@ impl Tensor {
 
 impl Memory for Lent {
     fn bytes(&self) -> &[u8] {
-        // SAFETY: `len` initialised bytes at `data`, kept by the place. `&self` and `&mut self` of the one `Lent` there
-        // is for them keep readers of ours apart from its writer, and the module's contract does the caller.
+        // SAFETY: `len` initialised bytes at `data`, kept by the place. There is one `Lent` for them: its `&self` and
+        // `&mut self` keep specrs's readers apart from its writer, and the module's contract keeps the caller apart.
         unsafe { std::slice::from_raw_parts(self.place.data.as_ptr(), self.place.len) }
     }
 

@@ -1,9 +1,9 @@
 //! The tensors of one call, taken together.
 //!
-//! A tensor is imported by code of its own class, which may be anybody's: it can resize the storage of one that was
-//! imported before. So a call imports all of its tensors, and where one of them, or of the memory that it has on loan, has
-//! such code, it then looks at those that can be resized once more, last at those whose look runs nobody's code. Only then
-//! are written tensors compared with all others, by [`crate::overlap`].
+//! A tensor is imported by code of its own class. That code may be anybody's, and it can resize the storage of a tensor
+//! that was imported before. So a call first imports all of its tensors. If one of them, or of the tensors that it
+//! holds on loan, has such code, the call then looks once more at each tensor that can be resized, last at those whose
+//! look runs no foreign code. Only then it compares written tensors with all others, by [`crate::overlap`].
 //!
 //! ```text
 //! let ([x, weight], [norm], [mut out]) =
@@ -18,54 +18,55 @@ use super::producer::runs_python;
 use super::tensor::Tensor;
 use crate::overlap::{Operand, Span, disjoint};
 
-/// An argument of a call, and what it is called in errors.
+/// An argument of a call, with its name in errors.
 pub(in crate::py) type Named<'a, 'py> = (&'static str, &'a Bound<'py, PyAny>);
-/// One that may be left out.
+/// An argument that may be left out, with its name in errors.
 pub(in crate::py) type Maybe<'a, 'py> = (&'static str, Option<&'a Bound<'py, PyAny>>);
-/// What a call reads, may read and writes.
+/// The tensors that a call reads, those that it reads if they are given, and those that it writes.
 type Taken<const R: usize, const M: usize, const W: usize> = ([Tensor; R], [Option<Tensor>; M], [Output; W]);
-/// What a call may read, and may write.
+/// The tensors that a call reads and those that it writes, each of which may be left out.
 type TakenLists = (Vec<Option<Tensor>>, Vec<Option<Output>>);
 
-/// What a call has besides the tensors that it is given.
+/// The context of a call: everything besides the tensors that it is given.
 #[derive(Clone, Copy)]
 pub(in crate::py) struct Call<'a> {
-    /// As [`Tensor::import`] takes it.
+    /// The argument `stream` of [`Tensor::import`].
     stream: Option<isize>,
-    /// Those of memory that was lent before, and that the call uses.
+    /// Lenders of the memory that was lent before and that the call uses.
     lenders: &'a [&'a Lender],
-    /// Such memory that the call reads.
+    /// Lent memory that the call reads.
     read: &'a [Span],
-    /// Such memory that the call writes.
+    /// Lent memory that the call writes.
     written: &'a [Span],
 }
 
 impl<'a> Call<'a> {
-    /// Work of the CPU.
+    /// A call whose work runs on the CPU.
     pub(in crate::py) fn on_host() -> Self {
         Self { stream: None, lenders: &[], read: &[], written: &[] }
     }
 
-    /// Work on a stream of the caller's: no order between streams is asked of producers (-1).
+    /// A call whose work runs on a stream of the caller's: producers need not order streams for it (-1).
     pub(in crate::py) fn on_device() -> Self {
         Self { stream: Some(-1), ..Self::on_host() }
     }
 
-    /// The call reads memory that was lent.
+    /// The same call, which also reads memory that was lent.
     pub(in crate::py) fn reading(self, lenders: &'a [&'a Lender], read: &'a [Span]) -> Self {
         Self { lenders, read, ..self }
     }
 
-    /// The call writes memory that was lent.
+    /// The same call, which also writes memory that was lent.
     pub(in crate::py) fn writing(self, lenders: &'a [&'a Lender], written: &'a [Span]) -> Self {
         Self { lenders, written, ..self }
     }
 
-    /// The tensors, all there: `read`, `maybe` (read where it is given) and `written`.
+    /// Import the tensors: `read`, `maybe` (read where they are given) and `written`. None of them is missing
+    /// afterwards.
     ///
     /// # Errors
-    /// As [`Tensor::import`] and [`Output::import`]; [`crate::Error::Mismatch`] for one whose memory another's import took
-    /// away, and for a written one that overlaps another operand.
+    /// Those of [`Tensor::import`] and [`Output::import`]; [`crate::Error::Mismatch`] for a tensor whose memory was
+    /// freed while another was imported, and for a written tensor that overlaps another operand.
     pub(in crate::py) fn take<const R: usize, const M: usize, const W: usize>(
         self,
         read: [Named<'_, '_>; R],
@@ -94,8 +95,8 @@ impl<'a> Call<'a> {
         Ok((whole(inputs)?, options, whole(outputs)?))
     }
 
-    /// [`Self::take`] of lists, but for overlaps: a launch looks for those itself, since it has operands of its own.
-    /// What is written is neither read-only nor expanded.
+    /// [`Self::take`] for lists, without the check for overlaps: a launch does that itself, since it has operands of
+    /// its own. Written tensors are neither read-only nor expanded.
     pub(in crate::py) fn take_lists(self, read: &[Maybe<'_, '_>], written: &[Maybe<'_, '_>]) -> PyResult<TakenLists> {
         let given = read.iter().chain(written).filter_map(|&(what, object)| Some((what, object?)));
         let mut looks = Looks::new(self, given)?;
@@ -109,12 +110,12 @@ impl<'a> Call<'a> {
     }
 }
 
-/// The imports of a call, and what is to be looked at behind them.
+/// The imports of a call, and the tensors to look at again after them.
 struct Looks<'a> {
     call: Call<'a>,
-    /// Whether an import may run code that takes another's memory away.
+    /// True if an import may run code that frees the memory of another tensor.
     careful: bool,
-    /// Of those tensors, where that is so, which can be resized.
+    /// The imported tensors that can be resized; empty unless `careful`.
     taken: Vec<Lender>,
 }
 
@@ -148,7 +149,7 @@ impl<'a> Looks<'a> {
         Ok(())
     }
 
-    /// Look at everything once more, where an import may have taken memory away.
+    /// Look at every tensor once more if an import may have freed memory.
     fn again(&self) -> PyResult<()> {
         if !self.careful {
             return Ok(());
@@ -161,10 +162,10 @@ impl<'a> Looks<'a> {
     }
 }
 
-/// Check memory that was lent, several together: as the tensors of a call.
+/// Check several lent tensors together, as [`Call::take`] checks the tensors of a call.
 ///
 /// # Errors
-/// As [`Lender::check`].
+/// Those of [`Lender::check`].
 pub(in crate::py) fn check_lenders(py: Python<'_>, lenders: &[Lender]) -> PyResult<()> {
     lenders.iter().try_for_each(|lender| lender.check(py))?;
     if lenders.len() > 1 && lenders.iter().any(Lender::runs_python) {
@@ -173,7 +174,7 @@ pub(in crate::py) fn check_lenders(py: Python<'_>, lenders: &[Lender]) -> PyResu
     Ok(())
 }
 
-/// All of them, since each was imported.
+/// The operands as an array; none is missing, since each was imported.
 fn whole<T, const N: usize>(all: [Option<T>; N]) -> PyResult<[T; N]> {
     let all: Vec<T> = all.into_iter().flatten().collect();
     all.try_into().map_err(|_| pyo3::exceptions::PySystemError::new_err("an operand was not imported"))

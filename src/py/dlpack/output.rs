@@ -1,9 +1,10 @@
 //! Tensors that a call writes in place.
 //!
-//! DLPack knows nothing of autograd, and torch's C exchange hands out tensors that require grad as any other. A kernel
-//! that wrote into one would leave a graph behind that computes the gradient of something else, so these are refused,
-//! and views of them, too. Any other torch tensor has its version counted up, as torch's own operations in place do:
-//! backward then refuses what it saved before the write. A call that is refused for another operand may have counted.
+//! DLPack knows nothing of autograd, and torch's C exchange hands out tensors that require grad like any other. A
+//! kernel that wrote into one would leave a graph that computes the gradient of something else, so such tensors and
+//! views of them are refused. The version of any other torch tensor is counted up, as torch's own in-place operations
+//! do: backward then refuses values that it saved before the write. A call that is refused for another operand may
+//! already have counted up a version.
 #![allow(unsafe_code)]
 
 use std::ops::Deref;
@@ -32,7 +33,7 @@ impl Output {
     /// [`Tensor::import`] of a tensor that the call writes.
     ///
     /// # Errors
-    /// As there, and `Error::Mismatch` for a torch tensor that requires grad, or whose base does.
+    /// Those of [`Tensor::import`], and `Error::Mismatch` for a torch tensor that requires grad, or whose base does.
     pub(in crate::py) fn import(
         obj: &Bound<'_, PyAny>,
         operand: &'static str,
@@ -43,13 +44,13 @@ impl Output {
         Ok(Self(tensor))
     }
 
-    /// The elements of a contiguous, writable CPU tensor of this shape. The call's other tensors lie elsewhere:
-    /// [`Call::take`](super::Call::take) saw to it.
+    /// The elements of a contiguous, writable CPU tensor of this shape. [`Call::take`](super::Call::take) has checked
+    /// that the call's other tensors lie elsewhere.
     pub(in crate::py) fn slice<T: Element>(&mut self, shape: &[usize]) -> Result<&mut [T]> {
         self.0.check(Device::CPU, T::DTYPE, shape)?;
         self.0.writable()?;
-        // SAFETY: as in `Tensor::input`; `&mut self` and what the call compared make this the only slice of ours over this
-        // memory. Slices of other calls are excluded by the module's contract with the caller.
+        // SAFETY: as in `Tensor::input`; `&mut self` and the call's check for overlaps make this specrs's only slice
+        // over this memory. The module's contract with the caller excludes slices of other calls.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.0.first(), self.0.elements) })
     }
 }
@@ -60,10 +61,10 @@ impl Operand for Output {
     }
 }
 
-/// Before `tensor`, imported from `obj`, is written: refuse it where autograd follows it, else count the write.
+/// Prepare a write to `tensor`, imported from `obj`: refuse it if autograd follows it, else count up its version.
 ///
 /// # Errors
-/// As [`Output::import`].
+/// Those of [`Output::import`].
 pub(super) fn touch(obj: &Bound<'_, PyAny>, tensor: &Tensor) -> PyResult<()> {
     let py = obj.py();
     let Some(increment_version) = known(obj)?.increment_version else { return Ok(()) };
@@ -71,7 +72,7 @@ pub(super) fn touch(obj: &Bound<'_, PyAny>, tensor: &Tensor) -> PyResult<()> {
     if obj.getattr(intern!(py, "requires_grad"))?.is_truthy()? {
         return Err(tensor.mismatch("a tensor that requires grad", WANT).into());
     }
-    // A view made under `no_grad` does not require grad though it is of a tensor that does.
+    // A view made under `no_grad` does not require grad, even if its base does.
     let base = obj.getattr(intern!(py, "_base"))?;
     if !base.is_none() && base.getattr(intern!(py, "requires_grad"))?.is_truthy()? {
         return Err(tensor.mismatch("a view of a tensor that requires grad", WANT).into());

@@ -4,8 +4,8 @@
 use std::alloc::Layout;
 use std::ptr::NonNull;
 
-/// Memory that stays where it is. [`Lent`](super::Lent) alone makes slices of it; others know its address, and keep it
-/// alive.
+/// Memory that stays where it is. Only [`Lent`](super::Lent) makes slices of it; other holders keep it alive and know
+/// its address.
 pub(in crate::py) struct Place {
     pub(super) data: NonNull<u8>, // `len` initialised bytes, aligned to the elements
     pub(super) len: usize,
@@ -47,7 +47,7 @@ impl Place {
         self.len
     }
 
-    /// First address and one past the last.
+    /// First address, and one past the last.
     pub(super) fn range(&self) -> (usize, usize) {
         let first = self.data.as_ptr() as usize;
         (first, first + self.len)

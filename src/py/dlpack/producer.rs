@@ -1,8 +1,8 @@
-//! How a Python object hands out its tensor, found once a type.
+//! The way in which a Python object hands out its tensor, found once for each type.
 //!
-//! Three ways, fastest first: the C exchange API of DLPack 1.3 (`__dlpack_c_exchange_api__`; torch has it; about 0.2 us
-//! a tensor), `torch.utils.dlpack.to_dlpack` for older torch (0.4 us), and `__dlpack__` (numpy 0.7 us; torch's is written
-//! in Python and takes 2.7). `benches/bench_calls.py` measures whole calls.
+//! There are three ways, fastest first: the C exchange API of DLPack 1.3 (`__dlpack_c_exchange_api__`; torch has it;
+//! about 0.2 us a tensor), `torch.utils.dlpack.to_dlpack` for older torch (0.4 us), and `__dlpack__` (numpy 0.7 us;
+//! torch's is written in Python and takes 2.7). `benches/bench_calls.py` measures whole calls.
 #![allow(unsafe_code)]
 
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,7 +16,7 @@ use super::abi::{EXCHANGE, ExchangeApi, FromObject, MAX_VERSION};
 use super::array::Array;
 use crate::error::Error;
 
-/// How objects of a type hand out their tensor.
+/// The way in which objects of a type hand out their tensor.
 #[derive(Clone)]
 pub(super) enum Producer {
     Own,
@@ -31,13 +31,13 @@ pub(super) struct Known {
     pub(super) producer: Producer,
     /// `torch.autograd.graph.increment_version`, for torch's tensors.
     pub(super) increment_version: Option<Arc<Py<PyAny>>>,
-    /// Taking such a tensor may run code of its class, which may do anything.
+    /// True if taking such a tensor may run code of its class, which may do anything.
     runs_python: bool,
 }
 
-/// The types seen. Each entry holds its type, so that an address stays that type's.
+/// The types seen so far. Each entry keeps its type alive, so that no other type can get its address.
 static KNOWN: Mutex<Vec<(Py<PyType>, Known)>> = Mutex::new(Vec::new());
-/// Types remembered; a program that makes more tensor types than this pays for the look-up each time.
+/// Number of types that are remembered; in a program with more tensor types, the others are looked up each time.
 const MAX_KNOWN: usize = 32;
 
 /// The findings about the type of `obj`, looked up or found now.
@@ -49,7 +49,7 @@ pub(super) fn known(obj: &Bound<'_, PyAny>) -> PyResult<Known> {
     if let Some(k) = seen(&KNOWN.lock().unwrap_or_else(PoisonError::into_inner)) {
         return Ok(k);
     }
-    // Both run Python, so outside the lock.
+    // Both calls run Python code, so they are made outside the lock.
     let found = Known {
         producer: find_producer(obj, &ty)?,
         increment_version: increment_version(obj)?,
@@ -62,12 +62,13 @@ pub(super) fn known(obj: &Bound<'_, PyAny>) -> PyResult<Known> {
     Ok(found)
 }
 
-/// Whether taking the tensor of `obj` may run code of its class.
+/// Returns whether taking the tensor of `obj` may run code of its class.
 pub(super) fn runs_python(obj: &Bound<'_, PyAny>) -> PyResult<bool> {
     Ok(known(obj)?.runs_python)
 }
 
-/// Whether the type is an array of ours, torch's or numpy's own, all in C: a class derived from one of these is not.
+/// Returns whether the type is specrs's, torch's or numpy's own array type, which run compiled code alone; false for a
+/// class derived from one of these.
 fn is_native(obj: &Bound<'_, PyAny>, ty: &Bound<'_, PyType>) -> PyResult<bool> {
     if obj.cast_exact::<Array>().is_ok() {
         return Ok(true);
@@ -91,7 +92,7 @@ fn find_producer(obj: &Bound<'_, PyAny>, ty: &Bound<'_, PyType>) -> PyResult<Pro
     if let Ok(capsule) = ty.getattr(intern!(py, "__dlpack_c_exchange_api__"))
         && capsule.cast::<PyCapsule>().is_ok()
     {
-        // SAFETY: the name is checked by the call; null where it is another.
+        // SAFETY: the call checks the name, and returns null for a capsule of another name.
         let mut api: *const ExchangeApi =
             unsafe { ffi::PyCapsule_GetPointer(capsule.as_ptr(), EXCHANGE.as_ptr()) }.cast();
         if api.is_null() {
@@ -136,7 +137,7 @@ pub(super) fn call_dlpack<'py>(
     }
     let old = kwargs.copy()?;
     kwargs.set_item("max_version", MAX_VERSION)?;
-    kwargs.set_item("copy", false)?; // a copy would lose what is written to an output
+    kwargs.set_item("copy", false)?; // with a copy, writes to an output would be lost
     let refused = |e: &PyErr| e.is_instance_of::<PyTypeError>(py);
     match method.call((), Some(&kwargs)) {
         Err(e) if refused(&e) => method.call((), Some(&old)),
@@ -162,7 +163,7 @@ pub(super) fn refused(obj: &Bound<'_, PyAny>, operand: &'static str, cause: PyEr
     error
 }
 
-/// The function that counts up the version of `obj`, where it is a tensor of torch's.
+/// The function that counts up the version of `obj`; `None` if that is no tensor of torch's.
 fn increment_version(obj: &Bound<'_, PyAny>) -> PyResult<Option<Arc<Py<PyAny>>>> {
     let py = obj.py();
     let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?.cast_into::<PyDict>()?;

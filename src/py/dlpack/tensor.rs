@@ -1,4 +1,4 @@
-//! Tensors of any producer as checked typed views.
+//! Tensors of any producer, as typed views that were checked.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_void};
@@ -66,7 +66,7 @@ impl Deref for Tensor {
     }
 }
 
-/// What a tensor is, without its owner.
+/// The checked description of a tensor, without its owner.
 pub(in crate::py) struct Described {
     pub(in crate::py) operand: &'static str,
     data: *mut u8, // byte_offset applied; may be null where `elements` is 0
@@ -91,8 +91,8 @@ impl Tensor {
     /// producers that need to be told; `None` for CPU work.
     ///
     /// # Errors
-    /// `ConfigError` for what is not a tensor, cannot be described, or is refused by its own library (whose error is
-    /// the `__cause__`).
+    /// `ConfigError` for an object that is not a tensor, that cannot be described, or that its own library refuses
+    /// (then that library's error is the `__cause__`).
     pub(in crate::py) fn import(
         obj: &Bound<'_, PyAny>,
         operand: &'static str,
@@ -126,7 +126,7 @@ impl Tensor {
         }
     }
 
-    /// [`Self::import`] of an optional argument.
+    /// [`Self::import`] for an optional argument.
     pub(in crate::py) fn import_option(
         obj: Option<&Bound<'_, PyAny>>,
         operand: &'static str,
@@ -144,7 +144,7 @@ impl Tensor {
             // SAFETY: `named` found a capsule of this name; its pointer is not null then.
             let p = unsafe { ffi::PyCapsule_GetPointer(capsule.as_ptr(), name.as_ptr()) };
             let p = NonNull::new(p).ok_or_else(|| PyErr::fetch(py))?;
-            // Renaming consumes it: its destructor leaves it alone, and nobody can take it again.
+            // Renaming consumes the capsule: its destructor then frees nothing, and nobody can take the tensor again.
             // SAFETY: a valid capsule, and a name that lives forever.
             if unsafe { ffi::PyCapsule_SetName(capsule.as_ptr(), used.as_ptr()) } != 0 {
                 return Err(PyErr::fetch(py));
@@ -226,7 +226,7 @@ impl Described {
         let (dtype, device) = (t.dtype, t.device);
         let unwritable = match flags {
             f if f & READ_ONLY != 0 => Some("a read-only tensor"),
-            f if f & IS_COPIED != 0 => Some("a copy that its library made"), // what is written would be lost
+            f if f & IS_COPIED != 0 => Some("a copy that its library made"), // writes would be lost
             _ => None,
         };
         Ok(Self { operand, data, dtype, device, rank, shape, strides, elements, range, unwritable })
@@ -244,7 +244,7 @@ impl Tensor {
         self.dtype
     }
 
-    /// Whether `other` describes the same elements in the same memory.
+    /// Returns whether `other` describes the same elements in the same memory.
     pub(super) fn is(&self, other: &Self) -> bool {
         let same = self.data == other.data && self.range == other.range && self.dtype == other.dtype;
         let layout = self.shape() == other.shape() && self.strides[..self.rank] == other.strides[..other.rank];
@@ -261,12 +261,12 @@ impl Tensor {
         self.data as usize
     }
 
-    /// The error of this operand.
+    /// The error for this operand.
     pub(in crate::py) fn mismatch(&self, got: impl fmt::Display, want: impl fmt::Display) -> Error {
         Error::Mismatch { operand: self.operand, got: got.to_string(), want: want.to_string() }
     }
 
-    /// Shape as an array of the rank that is wanted.
+    /// The shape as an array of rank `N`; an error that says `want` for another rank.
     pub(in crate::py) fn dims<const N: usize>(&self, want: &str) -> Result<[usize; N]> {
         self.shape().try_into().map_err(|_| self.mismatch(format_args!("shape {:?}", self.shape()), want))
     }
@@ -313,7 +313,7 @@ impl Tensor {
         Ok(unsafe { std::slice::from_raw_parts(self.first(), self.elements) })
     }
 
-    /// Check that this may be written: neither read-only nor expanded.
+    /// Check that the tensor may be written: it is neither read-only nor expanded.
     pub(in crate::py) fn writable(&self) -> Result<()> {
         if let Some(got) = self.unwritable {
             return Err(self.mismatch(got, "a writable tensor"));
@@ -346,7 +346,8 @@ impl fmt::Display for Tensor {
     }
 }
 
-/// First address and one past the last of the elements; equal where there are none. `None` outside the address space.
+/// First address of the elements, and one past their last; equal where there are none. `None` if an element would lie
+/// outside the address space.
 fn extent(data: usize, shape: &[usize], strides: &[i64], size: usize, elements: usize) -> Option<(usize, usize)> {
     if elements == 0 {
         return Some((data, data));
@@ -363,7 +364,7 @@ fn extent(data: usize, shape: &[usize], strides: &[i64], size: usize, elements: 
     Some((at(low)?, at(high.checked_add(1)?)?))
 }
 
-/// An array with a copy of `tensor`'s values (CPU, contiguous): to move a tensor between DLPack libraries.
+/// Copy the values of `tensor` (CPU, contiguous) into an array, to move a tensor between DLPack libraries.
 #[pyfunction]
 pub(in crate::py) fn as_array(tensor: &Bound<'_, PyAny>) -> PyResult<Array> {
     let t = Tensor::import(tensor, "tensor", None)?;

@@ -1,9 +1,10 @@
-//! `FormatBuffers`: memory of fixed size and place for the arrays of one format and phase, written round after round.
+//! `FormatBuffers`: memory of fixed size and place for the arrays of one format and phase, which is written every
+//! round.
 //!
 //! An engine that captures graphs, or keeps its own buffers, needs arrays that stay where they are. Their capacity is
-//! compared with what the configuration can ask for when they are made, and with what a plan asks for at each write,
-//! before anything is written. A write makes a new generation; views remember theirs, so that one that is read after
-//! the next write is refused instead of showing another plan's values (sglang pull request 23037).
+//! compared with the configuration's largest sizes when they are made, and with a plan's sizes before each write. A
+//! write makes a new generation. A view remembers its generation, so that reading it after the next write is refused
+//! instead of showing another plan's values (sglang pull request 23037).
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -18,7 +19,7 @@ use crate::py::arg::detached;
 use crate::py::dlpack::{Array, Buffer, DType, Lender, Lent, Place, Tensor, View, ViewGuard, check_lenders};
 use crate::revert::Fault;
 
-/// Element types that an array may have in memory of a caller; the first is that of specrs's memory.
+/// Element types that an array may have in a caller's memory; the first is the type that specrs's own memory has.
 fn dtypes(dtype: plan::DType) -> &'static [DType] {
     match dtype {
         plan::DType::I32 => &[DType::I32],
@@ -28,7 +29,7 @@ fn dtypes(dtype: plan::DType) -> &'static [DType] {
     }
 }
 
-/// An array of the core as a tensor; `dtype` where its memory has one of its own.
+/// Describe an array of the core as a tensor; `dtype` is given if its memory has another element type.
 pub(super) fn view(a: &ArrayRef<'_>, dtype: Option<DType>) -> View {
     let (name, dtype) = (a.spec.name, dtype.unwrap_or(dtypes(a.spec.dtype)[0]));
     match a.extent {
@@ -39,7 +40,7 @@ pub(super) fn view(a: &ArrayRef<'_>, dtype: Option<DType>) -> View {
     }
 }
 
-/// A phase as users name it: `step` belongs to `"draft"` alone.
+/// Parse a phase as users name it: only `"draft"` has a `step`.
 pub(in crate::py) fn phase(name: &str, step: Option<u32>) -> Result<Phase> {
     let phase = match (name, step) {
         ("extend", _) => Phase::Extend,
@@ -61,13 +62,13 @@ pub(in crate::py) fn phase(name: &str, step: Option<u32>) -> Result<Phase> {
     }
 }
 
-/// What buffers are for: a format of a configuration, a phase, a number of requests.
+/// The purpose of buffers: a format of a configuration, a phase, a number of requests.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct BufferPurpose {
     pub(super) format: AnyFormat,
     pub(super) geometry: Geometry,
     pub(super) phase: Phase,
-    /// Whether any step of the draft may use them, instead of the phase's own.
+    /// True if any step of the draft may use the buffers, not only the phase's own step.
     pub(super) any_step: bool,
     pub(super) max_batch: u32,
 }
@@ -92,7 +93,7 @@ impl BufferPurpose {
         Ok(all)
     }
 
-    /// The name of an array as the format has it.
+    /// The name of an array as the format spells it.
     pub(super) fn array(&self, name: &str) -> Result<&'static str> {
         let specs = self.format.arrays();
         specs.iter().map(|s| s.name).find(|n| *n == name).ok_or_else(|| {
@@ -103,7 +104,7 @@ impl BufferPurpose {
         })
     }
 
-    /// Where the largest size of array `at` comes from, with the numbers.
+    /// The formula of the largest size of array `at`, with its numbers.
     pub(super) fn formula(&self, at: usize, limit: Extent) -> String {
         let phase = match self.phase {
             Phase::Draft { .. } if self.any_step => Phase::Draft { step: self.geometry.shape().steps() - 1 },
@@ -112,12 +113,12 @@ impl BufferPurpose {
         let listed = self.format.capacities(&self.geometry, phase, self.max_batch).unwrap_or_default();
         match listed.iter().find(|c| c.array == at) {
             Some(c) if c.extent.elements() == limit.elements() => c.formula.to_string(),
-            // A draft step that is smaller than the one listed.
+            // A draft step with a smaller size than the listed one.
             _ => limit.shape().iter().map(u64::to_string).collect::<Vec<_>>().join(" * "),
         }
     }
 
-    /// The step that `phase` restricts them to.
+    /// The step that `phase` restricts the buffers to.
     fn step(&self) -> Option<u32> {
         match self.phase {
             Phase::Draft { step } if !self.any_step => Some(step),
@@ -143,7 +144,7 @@ impl BufferPurpose {
         )
     }
 
-    /// Check that a plan of `other` may be written here.
+    /// Check that a plan for `other` may be written here.
     pub(super) fn takes(&self, other: &BufferPurpose) -> Result<()> {
         let differ = |what: &'static str, got: String, want: String| {
             Err(Error::Mismatch { operand: "out", got: format!("buffers for {what} {got}"), want })
@@ -170,7 +171,7 @@ impl BufferPurpose {
     }
 }
 
-/// Of two sizes of an array the one that holds both.
+/// The larger of two sizes of an array, which holds both.
 fn larger(a: Extent, b: Extent) -> Extent {
     match (a, b) {
         (Extent::Table { rows, cols }, Extent::Table { rows: r, cols: c }) => {
@@ -189,21 +190,21 @@ struct Slab {
     extent: Extent,
 }
 
-/// What `FormatBuffers`, the plans written into them and the views of these share.
+/// State that `FormatBuffers`, the plans written into them, and the views of those plans share.
 pub(super) struct Static {
     purpose: BufferPurpose,
     slabs: Vec<Slab>,
-    /// Of those of a caller's tensors that can be resized.
+    /// Lenders of the caller's tensors that can be resized.
     lenders: Vec<Lender>,
-    /// Locked by whoever writes, and by whoever of ours reads.
+    /// The arrays, locked by specrs's writers and readers.
     arrays: Mutex<Arrays>,
-    /// Generation of the first write: the one that a reader held who did not renew its lease (see
+    /// Generation of the first write: a reader that never renews its lease holds this one (see
     /// [`Fault::StalePadding`]).
     first: OnceLock<u64>,
 }
 
 impl Static {
-    /// Buffers for `purpose`, in memory of specrs or, where `tensors` is given, in those of a caller.
+    /// Buffers for `purpose`, in specrs's own memory or, if `tensors` is given, in a caller's tensors.
     pub(super) fn new(
         purpose: BufferPurpose,
         tensors: Option<Vec<(&'static str, Tensor)>>,
@@ -225,7 +226,7 @@ impl Static {
                 }
             }
             Some(tensors) => {
-                // All checks before the first tensor is written to.
+                // All checks come before the first write to a tensor.
                 let extents = check(&purpose, specs, &limits, &tensors)?;
                 for ((name, tensor), extent) in tensors.into_iter().zip(extents) {
                     let Some(at) = specs.iter().position(|s| s.name == name) else { continue };
@@ -242,15 +243,15 @@ impl Static {
         self.arrays.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What looks at a caller's tensors again.
+    /// The lenders, which look at a caller's tensors again.
     pub(super) fn lenders(&self) -> Vec<&Lender> {
         self.lenders.iter().collect()
     }
 
-    /// Check that the memory of a caller's tensors is still theirs.
+    /// Check that the caller's tensors still have the same memory.
     ///
     /// # Errors
-    /// As [`Lender::check`].
+    /// Those of [`Lender::check`].
     pub(super) fn check_lenders(&self, py: Python<'_>) -> PyResult<()> {
         check_lenders(py, &self.lenders)
     }
@@ -260,12 +261,12 @@ impl Static {
         self.lenders.iter().filter(|lender| lender.operand() == name).try_for_each(|lender| lender.check(py))
     }
 
-    /// What it is for.
+    /// The purpose of the buffers.
     pub(super) fn purpose(&self) -> &BufferPurpose {
         &self.purpose
     }
 
-    /// Write a plan that the purpose takes with `write`; returns what the plan remembers.
+    /// Write a plan, which the purpose takes, by `write`; returns the write that the plan remembers.
     pub(super) fn write(self: &Arc<Self>, write: impl FnOnce(&mut Arrays) -> Result<()>) -> Result<Written> {
         let mut arrays = self.lock();
         write(&mut arrays)?;
@@ -306,7 +307,7 @@ fn check(
     Ok(extents)
 }
 
-/// The size of a tensor, where it holds `limit`.
+/// The size of a tensor, if that holds `limit`.
 fn capacity(purpose: &BufferPurpose, at: usize, tensor: &Tensor, limit: Extent) -> Result<Extent> {
     let what = purpose.format.arrays().get(at).map_or("array", |s| s.name);
     let shape: Vec<u64> = tensor.shape().iter().map(|&n| n as u64).collect();
@@ -328,7 +329,7 @@ fn capacity(purpose: &BufferPurpose, at: usize, tensor: &Tensor, limit: Extent) 
     }
 }
 
-/// One write of static buffers.
+/// One write to static buffers.
 #[derive(Clone)]
 pub(super) struct Written {
     memory: Arc<Static>,
@@ -336,12 +337,12 @@ pub(super) struct Written {
 }
 
 impl Written {
-    /// As [`Static::check_lenders`].
+    /// Same as [`Static::check_lenders`].
     pub(super) fn check_lenders(&self, py: Python<'_>) -> PyResult<()> {
         self.memory.check_lenders(py)
     }
 
-    /// The arrays that it wrote, as views.
+    /// Views of the arrays that were written.
     pub(super) fn arrays(&self) -> Result<Vec<(&'static str, Array)>> {
         let arrays = self.memory.lock();
         self.current(&arrays, "arrays")?;
@@ -356,7 +357,7 @@ impl Written {
             .collect()
     }
 
-    /// Refuse what was written before the last write.
+    /// Refuse this write if a later one has overwritten it.
     fn current(&self, arrays: &Arrays, name: &str) -> Result<()> {
         let (held, current) = (self.generation, arrays.generation());
         if held == current {
@@ -387,7 +388,7 @@ impl ViewGuard for WriteGuard {
     }
 }
 
-/// Guards a view of whole memory, which shows whatever was written last.
+/// Guards a view of whole memory, which shows the last write.
 struct MemoryGuard {
     memory: Arc<Static>,
     name: &'static str,
@@ -406,7 +407,8 @@ impl ViewGuard for MemoryGuard {
 }
 
 /// Static memory for the arrays of one format and phase, made by `Planner.buffers` and written by plans made with
-/// `out=`: it never moves and never grows. Each write makes a new generation; arrays of earlier plans are stale then.
+/// `out=`: it never moves and never grows. Each write makes a new generation, and arrays of earlier plans are stale
+/// from then on.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(in crate::py) struct FormatBuffers(pub(super) Arc<Static>);
 
@@ -436,16 +438,16 @@ impl FormatBuffers {
         self.0.purpose.max_batch
     }
 
-    /// Times that the arrays were written, or begun to be; 0 before the first.
+    /// Number of writes to the arrays, including one that has begun; 0 before the first.
     #[getter]
     fn generation(&self, py: Python<'_>) -> PyResult<u64> {
         detached(py, || Ok(self.0.lock().generation()))
     }
 
-    /// The whole memory of each array by name, for what holds on to addresses (a captured graph). These never go stale:
-    /// they show what was written last. A write states every element of the plan's own shapes (`Plan.arrays`), whatever
-    /// stood there, and nothing behind them: there stands what others wrote, or what specrs wrote before; of tables specrs
-    /// clears its own.
+    /// Returns the whole memory of each array by name, for users that keep addresses (a captured graph). These tensors
+    /// never go stale: they show the last write. A write sets every element of the plan's own shapes (`Plan.arrays`)
+    /// and no element beyond them: those keep the values of earlier writes, by specrs or by others. In tables specrs
+    /// clears the elements that it wrote before.
     fn tensors<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.0.check_lenders(py)?;
         let dict = PyDict::new(py);

@@ -25,24 +25,24 @@ use self::buffers::{Written, view};
 pub(super) use self::moves::Moves;
 pub(super) use self::planner::{DeviceLens, Planner};
 
-/// What one step of a batch writes and attends to, checked against the pool, and the arrays of its format. Kernels
-/// refuse it (`StaleHandleError`) once a row's pages have changed or its
-/// lease has ended, and once more is committed than it was made for. B requests, Q queries.
+/// Plan of one step of a batch: the slots that it writes and attends to, checked against the pool, and the arrays of
+/// the plan's format. Kernels refuse the plan (`StaleHandleError`) once a row's pages have changed, its lease has
+/// ended, or more is committed than the plan was made for. B requests, Q queries.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct Plan {
     pub(super) plan: AuditedPlan<AnyFormat>,
-    /// The pool whose rows it speaks of.
+    /// The pool whose rows the plan names.
     pub(super) pool: pool::Pool,
     format: AnyFormat,
     expand_page_size: Option<u32>,
-    /// Page column of each request that its keys begin at; empty where all begin at the row's first page.
+    /// Page column at which the keys of each request begin; empty if all begin at the row's first page.
     pub(super) first_pages: Box<[u32]>,
-    /// The static buffers that hold its arrays; `None` where it has them itself.
+    /// The write to static buffers that holds the arrays; `None` if the plan has its arrays itself.
     out: Option<Written>,
 }
 
 impl Plan {
-    /// The plan for specrs's own kernel `who`, which reads the plan itself; refused where it is of another format.
+    /// The plan for specrs's own kernel `who`, which reads the plan itself; a plan of another format is refused.
     pub(super) fn native(&self, who: &'static str) -> Result<AuditedPlan> {
         self.plan.native(&self.format).ok_or_else(|| {
             let got = format!("a plan of format {:?}", self.format.name());
@@ -54,23 +54,23 @@ impl Plan {
 
 #[pymethods]
 impl Plan {
-    /// Format of its arrays: `"native"` (none), `"flashinfer"`, `"flash_attention"` or `"triton"`.
+    /// Format of the plan's arrays: `"native"` (none), `"flashinfer"`, `"flash_attention"` or `"triton"`.
     #[getter]
     fn format(&self) -> &'static str {
         self.format.name()
     }
 
-    /// In format `"flash_attention"`, tokens of the pages that `expand_page_table` names (1: slots). `None` where the
-    /// phase is one causal pass, and in other formats.
+    /// Tokens per page that `expand_page_table` names in format `"flash_attention"` (1: slots). `None` if the phase is
+    /// one causal pass, and in other formats.
     #[getter]
     fn expand_page_size(&self) -> Option<u32> {
         self.expand_page_size
     }
 
-    /// The arrays of its format by name, exactly as long as they are used, without a copy. Arrays of the plan's own
-    /// memory stay as they are for as long as anybody holds them; numpy sees them read-only. Writing into them by other
-    /// means (torch, say) corrupts the plan. Arrays in `FormatBuffers` are views: `StaleOutputError` once these are
-    /// written again.
+    /// Returns the arrays of the plan's format by name, of exactly the length that is used, without a copy. Arrays in
+    /// the plan's own memory keep their values for as long as anybody holds them; numpy may only read them. Writing
+    /// into them by other means (torch, say) corrupts the plan. Arrays in `FormatBuffers` are views: reading them
+    /// raises `StaleOutputError` once the buffers are written again.
     fn arrays<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
         if let Some(out) = &self.out {
@@ -82,16 +82,16 @@ impl Plan {
         }
         for a in self.plan.arrays().iter() {
             let (name, body) = (a.spec.name, self.plan.0.clone());
-            // Looked up again in what the array keeps alive.
+            // The array is looked up again in the body, which `buffer` keeps alive.
             let buffer = Buffer::share(body, |b| b.arrays.get(name).map_or(&[], |a| a.bytes), view(&a, None))?;
             dict.set_item(name, Array::of(buffer, None))?;
         }
         Ok(dict)
     }
 
-    /// The same plan, of which each live request attends its positions from `starts[i]` on alone: for a draft model that
-    /// began in the midst of a request, whose KV before that was never written. Each start is a multiple of the page
-    /// size and at most the request's prefix. Positions stay what they are; of format `"native"`.
+    /// Returns the same plan, except that live request i attends only its positions from `starts[i]` on: for a draft
+    /// model that began in the midst of a request and never wrote the KV before. Each start is a multiple of the page
+    /// size and at most the request's prefix. Positions do not change. The plan must be of format `"native"`.
     #[pyo3(signature = (starts))]
     fn attending_from(&self, starts: Vec<Int>) -> PyResult<Self> {
         let (plan, page) = (self.native("attending_from")?, self.plan.page().get());
@@ -119,7 +119,7 @@ impl Plan {
         })
     }
 
-    /// Whether its requests attend all of their positions (`attending_from`).
+    /// True if the plan's requests attend all of their positions (see `attending_from`).
     #[getter]
     fn whole(&self) -> bool {
         self.first_pages.is_empty()
@@ -184,13 +184,13 @@ impl Plan {
     }
 
     /// Committed length that each live request was planned for, int32 [live_batch]: kernels refuse the plan
-    /// (`StaleHandleError`) once more is committed, or the commit of more is planned.
+    /// (`StaleHandleError`) once more is committed, or a commit of more is planned.
     #[getter]
     fn committed(&self) -> PyResult<Array> {
         Ok(Array::line(&self.plan.committed().map(|len| len as i32).collect::<Vec<_>>())?)
     }
 
-    /// First query of each request, and Q: int32 [B + 1].
+    /// First query of each request, then Q: int32 [B + 1].
     #[getter]
     fn qo_indptr(&self) -> PyResult<Array> {
         Ok(Array::line(self.plan.qo_indptr())?)
@@ -214,14 +214,15 @@ impl Plan {
         Ok(Array::line(self.plan.out_slots())?)
     }
 
-    /// int64 [Q, W]: bit b of a row says that the query attends row position `prefix + b`. W = 0 in a causal plan.
+    /// Attention mask, int64 [Q, W]: bit b of a row says that the query attends row position `prefix + b`. W = 0 in a
+    /// causal plan.
     #[getter]
     fn mask(&self) -> PyResult<Array> {
         let words: &[i64] = bytemuck::cast_slice(self.plan.mask());
         Ok(Array::new(words, &[self.plan.queries(), self.plan.mask_words() as usize])?)
     }
 
-    /// Pages of each request, int32 [B, columns]; 0 where it has none.
+    /// Returns the pages of each request, int32 [B, columns]; 0 in columns without a page.
     fn page_table(&self, py: Python<'_>) -> PyResult<Array> {
         detached(py, || {
             let mut table = Vec::new();

@@ -12,14 +12,14 @@ use crate::py::dlpack::Array;
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(in crate::py) struct Moves {
     pub(in crate::py) moves: plan::Moves,
-    /// The pool whose rows it is tied to; `None` for raw slots.
+    /// The pool whose rows the moves belong to; `None` for raw slots.
     pub(in crate::py) pool: Option<pool::Pool>,
 }
 
 #[pymethods]
 impl Moves {
-    /// Moves between raw slots of a cache of `num_slots` slots, put into an order in which no move reads what an
-    /// earlier one wrote. A ring of moves needs `scratch`, a slot that no move uses.
+    /// Moves between raw slots of a cache of `num_slots` slots, put into an order in which no move reads a slot that an
+    /// earlier move wrote. A ring of moves needs `scratch`, a slot that no move uses.
     #[new]
     #[pyo3(signature = (src, dst, num_slots, scratch=None))]
     fn new(py: Python<'_>, src: Vec<Int>, dst: Vec<Int>, num_slots: Int, scratch: Option<Int>) -> PyResult<Self> {
@@ -42,9 +42,9 @@ impl Moves {
         Ok(Array::line(self.moves.dst())?)
     }
 
-    /// For a caller that runs them by a kernel of its own: check that they may run now over the KV cache whose memory is
-    /// `nbytes` bytes at `address`, and count them as run there, as `kv_move` does. Raises `StaleHandleError` where they
-    /// have run there, or their pages, their lease or the committed length have changed.
+    /// Check that the moves may run now over the KV cache whose memory is `nbytes` bytes at `address`, and count them
+    /// as run there, as `kv_move` does: for a caller that runs them by a kernel of its own. Raises `StaleHandleError`
+    /// if they have run there, or if their pages, their lease or the committed length have changed.
     #[pyo3(signature = (address, nbytes))]
     fn claim(&self, py: Python<'_>, address: Int, nbytes: Int) -> PyResult<()> {
         let address = address.within("address", 0, u64::MAX.into())? as u64;

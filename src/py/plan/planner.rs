@@ -22,8 +22,8 @@ use crate::py::pool::{Lease, Pool, Sequence, ids};
 use crate::py::sampling::Accepts;
 use crate::py::trees::{DraftBeams, TreeBatch};
 
-/// Committed lengths of `batch` requests that live on the device: the host knows only that none exceeds `at_most`.
-/// They size buffers; a plan of the host, which has to read lengths, refuses them.
+/// Committed lengths of `batch` requests that live on the device: the host knows only that none exceeds `at_most`. They
+/// can size buffers; the planner itself, which runs on the host and has to read lengths, refuses them.
 #[pyclass(frozen, eq, hash, module = "specrs._specrs")]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(in crate::py) struct DeviceLens {
@@ -124,13 +124,12 @@ fn bucket(pad: Pad) -> Result<Option<Bucket>> {
     Ok(Some(Bucket { batch: batch.u32("pad requests")?, queries: queries.u32("pad queries")? }))
 }
 
-/// Makes the plans of a geometry over a pool, in the format of an attention backend; its buffers are reused once the
-/// plans made of them, and the arrays of these, are dropped.
+/// Makes the plans of a geometry over a pool, in the format of an attention backend. It reuses its buffers once the
+/// plans in them, and the arrays of those plans, are dropped.
 ///
-/// `format` is `"native"`, `"flashinfer"`, `"flash_attention"` or `"triton"`; one that cannot run the geometry raises
-/// `ConfigError`, which says what would work, and so does a pool of another page size, or with fewer `row_pages` than
-/// the geometry's. `mask` chooses the masks of `"flashinfer"`: `"bool"`, `"packed"` bits, or
-/// `"both"`.
+/// `format` is `"native"`, `"flashinfer"`, `"flash_attention"` or `"triton"`; a format that cannot run the geometry
+/// raises `ConfigError`, which says what would work. A pool of another page size, or with fewer `row_pages` than the
+/// geometry's, raises it, too. `mask` chooses the masks of `"flashinfer"`: `"bool"`, `"packed"` bits, or `"both"`.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(in crate::py) struct Planner {
     geometry: geometry::Geometry,
@@ -139,7 +138,7 @@ pub(in crate::py) struct Planner {
     state: Mutex<plan::Planner<AnyFormat>>,
 }
 
-/// What every plan takes besides its own arguments.
+/// The arguments that all plans have in common.
 struct Call<'a> {
     phase: Phase,
     pad: Option<Bucket>,
@@ -147,7 +146,7 @@ struct Call<'a> {
 }
 
 impl<'a> Call<'a> {
-    /// The memory of `out` is looked at before other operands are taken.
+    /// Check the memory of `out`, before other operands are taken.
     fn new(phase: Phase, pad: Pad, out: Option<&'a Bound<'_, FormatBuffers>>) -> PyResult<Self> {
         out.map_or(Ok(()), |out| out.get().0.check_lenders(out.py()))?;
         Ok(Self { phase, pad: bucket(pad)?, out: out.map(|o| o.get()) })
@@ -201,7 +200,7 @@ impl Planner {
         BufferPurpose { format: self.format, geometry: self.geometry, phase, any_step, max_batch }
     }
 
-    /// A phase, step and batch of the arguments.
+    /// The purpose of buffers for a phase, step and batch from the arguments.
     fn parse(&self, name: &str, step: Option<Int>, max_batch: Option<Int>) -> Result<BufferPurpose> {
         let limit = self.geometry.limits().max_batch;
         let step = step.map(|s| s.within("step", 0, self.geometry.shape().steps() as i128 - 1)).transpose()?;
@@ -211,7 +210,7 @@ impl Planner {
         Ok(self.purpose(phase, any_step, max_batch.map_or(limit, |b| b as u32)))
     }
 
-    /// `{name: {"shape", "dtype", "bytes"}}` of sizes by array.
+    /// `{name: {"shape", "dtype", "bytes"}}` for the sizes of arrays.
     fn describe<'py>(&self, py: Python<'py>, sizes: &[(usize, Extent)]) -> PyResult<Bound<'py, PyDict>> {
         let out = PyDict::new(py);
         for &(at, extent) in sizes {
@@ -244,26 +243,27 @@ impl Planner {
         Geometry(self.geometry)
     }
 
-    /// The format of its plans' arrays.
+    /// The format of the arrays of the planner's plans.
     #[getter]
     fn format(&self) -> &'static str {
         self.format.name()
     }
 
-    /// Check every query and every page of each plan from its arrays alone, and poison reused buffers: slow, to find
-    /// faults.
+    /// Turn on or off a slow search for faults: checks of every query and every page of each plan from its arrays
+    /// alone, and poison in reused buffers.
     fn set_debug(&self, on: bool) {
         self.state().set_debug(on);
     }
 
-    /// `counts[i]` tokens of sequence i at row positions `starts[i]...`, attended causally: prefill chunks, and the
-    /// draft model's pass over accepted tokens.
+    /// Plan `counts[i]` tokens of sequence i at row positions `starts[i]...`, attended causally: prefill chunks, and
+    /// the draft model's pass over accepted tokens.
     ///
-    /// Of every plan: `pad` is (requests, queries) to pad to, at most `max_batch` and what so many requests have in the
-    /// phase; `out` takes the arrays of the format, see `buffers`. What it writes is reserved (`Pool.reserve`) by a lease
-    /// that lives, and it is planned behind what is committed or in flight: a length before that, which would overwrite
-    /// committed KV, or beyond, where nobody wrote, is a `ConfigError`. `extend` alone may start before it, for the draft
-    /// model; up to the committed length it needs no lease.
+    /// For every plan, `pad` is (requests, queries) to pad to, at most `max_batch` requests and the queries that so
+    /// many requests have in the phase; `out` takes the arrays of the format, see `buffers`. A live lease must have
+    /// reserved (`Pool.reserve`) the positions that the plan writes. They begin right after the committed positions and
+    /// those in flight: a smaller length, which would overwrite committed KV, is a `ConfigError`, and so is a larger
+    /// one, which would leave positions unwritten. Only `extend` may start earlier, for the draft model; up to the
+    /// committed length it needs no lease.
     #[pyo3(signature = (seqs, starts, counts, *, out=None, pad=None))]
     #[allow(clippy::too_many_arguments, reason = "operands of an operation, by name")]
     fn extend(
@@ -280,7 +280,7 @@ impl Planner {
         self.plan(py, &seqs, &starts, &call, |p, t, batch| p.extend(t, batch, &counts))
     }
 
-    /// One token of each sequence behind its `lens[i]` committed ones: plain decoding.
+    /// Plan plain decoding: one token of each sequence after its `lens[i]` committed ones.
     #[pyo3(signature = (seqs, lens, *, out=None, pad=None))]
     fn decode(
         &self,
@@ -295,11 +295,12 @@ impl Planner {
         self.plan(py, &seqs, &lens, &call, |p, t, batch| p.decode(t, batch))
     }
 
-    /// The forward of the beams of draft step `step` (0-based), K queries a request. A beam attends its true
-    /// ancestors (`mode="ancestors"`), or its own lane's slots of the earlier steps (`"lane"`).
+    /// Plan the forward of the beams of draft step `step` (0-based), K queries a request. A beam attends its true
+    /// ancestors (`mode="ancestors"`), or the slots that its own lane has from the earlier steps (`"lane"`).
     ///
-    /// `beams` are `DraftBeams`, or their ancestors: int64 [B * K, draft_mask_words], bit b * S + s of a row for the
-    /// beam b of step s, the row's own included (`DraftBeams.ancestors`). With `"lane"` it may be `None`.
+    /// `beams` are `DraftBeams`, or their ancestors: int64 [B * K, draft_mask_words], where bit b * S + s of a row
+    /// stands for beam b of step s, and the row's own bit is set (`DraftBeams.ancestors`). With `"lane"` it may be
+    /// `None`.
     #[pyo3(signature = (seqs, lens, step, beams, mode="ancestors", *, out=None, pad=None))]
     #[allow(clippy::too_many_arguments, reason = "operands of an operation, by name")]
     fn draft(
@@ -332,8 +333,8 @@ impl Planner {
         })
     }
 
-    /// The target's pass over one tree a request: node j at row position `lens[i] + j`, attending the prefix and its
-    /// ancestors.
+    /// Plan the target's pass over one tree for each request: node j is at row position `lens[i] + j` and attends the
+    /// prefix and its ancestors.
     #[pyo3(signature = (seqs, lens, trees, *, out=None, pad=None))]
     fn verify(
         &self,
@@ -352,9 +353,10 @@ impl Planner {
         })
     }
 
-    /// Check a plan that was made elsewhere, such as on a device, from its arrays alone: each query, each page, each dead
-    /// value. `arrays` are rows, versions, qo_indptr, prefix_lens, positions, out_slots and mask as `Plan` has them; `step` is
-    /// that of a `"draft"`. The plan's own format derives its arrays, which are read back and checked, too.
+    /// Check a plan that was made elsewhere, such as on a device, from its arrays alone: each query, each page, each
+    /// dead value. `arrays` are rows, versions, qo_indptr, prefix_lens, positions, out_slots and mask, each as in
+    /// `Plan`; `step` is the step of a `"draft"`. The arrays that the planner's format derives from these are read back
+    /// and checked, too.
     #[pyo3(signature = (phase, arrays, step=None))]
     fn audit(&self, py: Python<'_>, phase: &str, arrays: [Bound<'_, PyAny>; 7], step: Option<Int>) -> PyResult<Plan> {
         const NAMES: [&str; 7] = ["rows", "versions", "qo_indptr", "prefix_lens", "positions", "out_slots", "mask"];
@@ -394,8 +396,8 @@ impl Planner {
         })
     }
 
-    /// Copies of each prefix's tail into the holes before its draft branches, to be run on the draft model's cache
-    /// before the first step; none in the dense layout.
+    /// Returns copies of each prefix's tail into the holes before its draft branches, to be run on the draft model's
+    /// cache before the first step; none in the dense layout.
     #[pyo3(signature = (seqs, lens))]
     fn tail_copies(&self, py: Python<'_>, seqs: Vec<Bound<'_, Sequence>>, lens: &Bound<'_, PyAny>) -> PyResult<Moves> {
         let (seqs, lens) = (ids(&seqs), LensArg::take("committed length", lens)?);
@@ -407,10 +409,10 @@ impl Planner {
         Ok(Moves { moves, pool: Some(self.pool.clone()) })
     }
 
-    /// Make the accepted nodes' KV the dense end of each prefix: with pages of one token the lease's rows are
-    /// reordered and nothing moves; else the returned moves have to be run before the lease is committed. `lease` is of
-    /// the planner's pool and covers each of `seqs`, else `ConfigError`; nothing is changed then. A second commit of a
-    /// round is a `ConfigError`, and its plans are refused from then on.
+    /// Make the accepted nodes' KV the dense end of each prefix: with pages of one token the lease's rows are reordered
+    /// and no KV moves; else the returned moves have to be run before the lease is committed. `lease` must be of the
+    /// planner's pool and cover each of `seqs`, else this raises `ConfigError` and changes nothing. A second commit of
+    /// a round is a `ConfigError`, too. The round's plans are refused after the commit.
     #[pyo3(signature = (lease, seqs, lens, accepts))]
     fn commit(
         &self,
@@ -437,14 +439,14 @@ impl Planner {
         Ok(Moves { moves, pool: Some(self.pool.clone()) })
     }
 
-    /// Static memory for the arrays of `phase` (`"extend"`, `"decode"`, `"draft"`, `"verify"`), at the size that
-    /// `capacities` says, for plans made with `out=`. `step` makes it that of one draft step alone.
+    /// Make static memory for the arrays of `phase` (`"extend"`, `"decode"`, `"draft"`, `"verify"`), at the sizes that
+    /// `capacities` returns, for plans made with `out=`. With `step` the memory is for that draft step alone.
     ///
-    /// With `tensors`, name to tensor, the arrays are written into these: on the CPU, contiguous, of the array's
-    /// dtype (`custom_mask`: bool or uint8), apart from each other and from those of other buffers; a table may have more
-    /// rows and columns than needed. They are zeroed, kept alive, and written by later plans: no thread may use them
-    /// during such a call. One that was resized since is refused.
-    /// `ConfigError` names the first that is missing, unknown, of another kind or too small.
+    /// With `tensors`, name to tensor, the arrays are written into these. Each tensor is on the CPU, contiguous, and of
+    /// the array's dtype (`custom_mask`: bool or uint8); it overlaps neither the others nor those of other buffers. A
+    /// table may have more rows and columns than needed. The tensors are zeroed, kept alive, and written by later
+    /// plans: no thread may use them during such a call. A tensor that was resized since is refused. `ConfigError`
+    /// names the first tensor that is missing, unknown, of another kind or too small.
     #[pyo3(signature = (phase, step=None, max_batch=None, tensors=None))]
     fn buffers(
         &self,
@@ -472,8 +474,8 @@ impl Planner {
         Ok(FormatBuffers(memory.into()))
     }
 
-    /// The largest size of each array of a phase, for `max_batch` requests: name to `shape`, `dtype`, `bytes` and
-    /// `formula`, where the size comes from.
+    /// Returns the largest size of each array of a phase, for `max_batch` requests: name to `shape`, `dtype`, `bytes`
+    /// and `formula`, which tells where the size comes from.
     #[pyo3(signature = (phase, step=None, max_batch=None))]
     fn capacities<'py>(
         &self,
@@ -491,9 +493,9 @@ impl Planner {
         Ok(out)
     }
 
-    /// The size of each array of a phase for requests of these lengths (a list, or `DeviceLens`, whose bound counts):
-    /// name to `shape`, `dtype`, `bytes`. `"extend"` counts tokens up to the context limit; `"draft"` without `step`
-    /// is the first step.
+    /// Returns the size of each array of a phase for requests of these lengths (a list, or `DeviceLens`, whose bound
+    /// counts): name to `shape`, `dtype`, `bytes`. `"extend"` counts tokens up to the context limit; `"draft"` without
+    /// `step` means the first step.
     #[pyo3(signature = (phase, lens, step=None))]
     fn sizes<'py>(
         &self,

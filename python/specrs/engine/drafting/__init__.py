@@ -1,5 +1,6 @@
-"""Whether and how far to draft, and whose drafts to verify.
+"""The decisions of each round: which requests draft, how far, and which sources' drafts the target verifies.
 
-A round asks before it runs and tells what came of it. Nothing decided here can change a request's tokens: verification
-is exact for every tree, so a bad choice costs time only, and how much time is bounded by a budget (``budget``).
+The runner asks before a round runs and reports the outcome afterwards. No decision made here can change a request's
+tokens: verification is exact for every tree. A bad decision costs only time, and a budget bounds that time
+(``budget``).
 """

@@ -1,10 +1,11 @@
-"""What drafts may lose: a token bucket of each request, and one of the engine for all requests of a kind.
+"""The budget for time lost to drafts: a token bucket of each request, and one of the engine for each kind of requests.
 
-Both hold plain rounds that may be lost to drafts from now on. Each token adds a little, a round that wins adds what it
-won, up to `CAP`; everything that is done for drafts is paid from both. So a request drafts from its first round on, and
-stops within a few rounds where drafts lose. Where requests of a kind lose one after the other, the engine's bucket is
-empty, and the next ones hardly try. Where they win, a request whose drafts lose for a while goes on. In the long run an
-engine loses no more than `RATE` of what plain decoding takes.
+Both buckets hold the number of plain rounds that may still be lost to drafts. Each token adds a little, and a round
+that wins adds the rounds that it won, up to `CAP`. All work that is done for drafts is paid from both buckets. So a
+request drafts from its first round on, and stops within a few rounds if its drafts lose. If one request of a kind after
+another loses, the engine's bucket becomes empty, and later requests hardly try. If they win, a request goes on drafting
+even while its own drafts lose for a while. In the long run an engine loses at most `RATE` of the time that plain
+decoding takes.
 """
 
 from __future__ import annotations
@@ -12,29 +13,29 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-REQUEST, OF_ANSWER = 3.0, 0.05  # plain rounds that a request may lose at first, and of a short one's tokens at most
-ENGINE = 8.0  # that the requests of a new engine may lose together, and that the prompt of one may take the head
-CAP = 16.0  # of either, so that what was won long ago is not lost at once
-RATE = 0.0075  # for each plain round: 2% of 256 tokens, with `REQUEST`; under 1% of an engine's time, with `ENGINE`
+REQUEST, OF_ANSWER = 3.0, 0.05  # plain rounds that a request may lose at first, but at most this share of its tokens
+ENGINE = 8.0  # plain rounds that a new engine's requests may lose together, and that the head may take for one prompt
+CAP = 16.0  # most plain rounds in either bucket, so that rounds won long ago are not lost at once
+RATE = 0.0075  # earned by each plain round: 2% of 256 tokens with `REQUEST`; under 1% of an engine's time with `ENGINE`
 
 
 @dataclass(eq=False)
 class TokenBucket:
-    """Plain rounds that may be lost to drafts."""
+    """A number of plain rounds that may still be lost to drafts: ``left``."""
 
     left: float
 
     def pay(self, rounds: float) -> None:
-        """Drafts took so many plain rounds more than they won; negative: they won them."""
+        """Take ``rounds`` that drafts have lost; a negative number adds rounds that drafts have won."""
         self.left = min(self.left - rounds, max(CAP, self.left))
 
     def earn(self, rounds: float) -> None:
-        """Plain decoding would have taken so many rounds."""
+        """Add the share that ``rounds`` rounds of plain decoding earn."""
         self.pay(-RATE * rounds)
 
 
 def request_bucket(tokens: int) -> float:
-    """Plain rounds that a request of up to so many tokens may lose at first."""
+    """Return the plain rounds that a request of up to ``tokens`` tokens may lose at first."""
     return min(REQUEST, OF_ANSWER * tokens)
 
 
@@ -42,13 +43,14 @@ def request_bucket(tokens: int) -> float:
 class Account:
     """One request's bucket, and its share of the engine's.
 
-    A plain round of a batch is one plain round for each of its requests, and one for the engine: its time passes once.
+    A plain round of a batch counts once for each of its requests, and once for the engine, because its time passes
+    once.
 
     Attributes:
-        engine: the bucket of all requests of its kind.
-        request: its own.
-        produced: tokens that both have earned for.
-        wakes: the number of the request's tokens from which on it may be able to pay for drafts.
+        engine: the bucket of all requests of the same kind.
+        request: the request's own bucket.
+        produced: number of the request's tokens that both buckets have earned for.
+        wakes: number of tokens at which the request may be able to pay for drafts again.
     """
 
     engine: TokenBucket
@@ -61,12 +63,14 @@ class Account:
         self._begun = self.request.left
 
     def room(self, produced: int, batch: int, own: float = math.inf) -> float:
-        """Plain rounds that it may still lose, after so many tokens.
+        """Return the plain rounds that the request may still lose, and earn for its new tokens.
 
         Args:
-            own: plain rounds that a round with drafts costs each request of the batch. Where the request's bucket has
-                those, the engine's pays what the others lose by it: else none of a batch could find out alone that
-                drafts win again.
+            produced: number of the request's tokens so far.
+            batch: number of requests that run together.
+            own: plain rounds that a round with drafts costs each request of the batch. If the request's bucket has
+                them, the engine's bucket pays for the losses of the other requests. Otherwise no single request of a
+                batch could find out that drafts win again.
         """
         new, self.produced = produced - self.produced, produced
         self.request.earn(new)
@@ -75,11 +79,16 @@ class Account:
         return engine if self.request.left >= own else min(self.request.left, engine)
 
     def pay(self, rounds: float, batch: int) -> None:
-        """As `TokenBucket.pay`, of a batch that waits for it: rounds of each request, all of which this one pays."""
+        """Take plain rounds from both buckets, as `TokenBucket.pay` does, for drafts that the whole batch waits for.
+
+        Args:
+            rounds: plain rounds, summed over the requests of the batch. This request pays for all of them.
+            batch: number of requests that wait.
+        """
         self.request.pay(rounds)
         self.engine.pay(rounds / batch)
 
     @property
     def won(self) -> float:
-        """Plain rounds that it has won, as far as they are remembered."""
+        """Plain rounds that the request has won, as far as its bucket remembers them."""
         return self.request.left - self._begun

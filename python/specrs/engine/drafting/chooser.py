@@ -1,7 +1,7 @@
-"""Which tree to verify: depth and size by what passes cost (`costs`), and by what drafts have been worth so far.
+"""The choice of the tree to verify: depth and size by the cost of passes (`costs`) and the worth of drafts so far.
 
-Everything here is arithmetic on plain numbers. No choice made here can change a request's tokens: verification is
-exact for every tree, so a bad choice costs time only.
+This module only calculates with plain numbers. No choice made here can change a request's tokens: verification is exact
+for every tree, so a bad choice costs only time.
 """
 
 from __future__ import annotations
@@ -17,34 +17,41 @@ from specrs.engine.drafting.costs import Costs
 from specrs.models.acceptance import Acceptance
 
 TAIL = 32
-"""Positions that a head reads before its first draft, where it may begin anywhere. More are paid for and bring less
-(part ``tails`` of `benches/results/gate.json`)."""
-FROM_THE_BEGINNING = sys.maxsize
-_RISK = 0.7  # of what a request may lose, what one round may
-_LEARN = 0.05  # weight of a round
+"""Positions that a head reads before its first draft, if it may begin anywhere. More positions cost more than they
+bring (part ``tails`` of `benches/results/gate.json`)."""
+FROM_THE_BEGINNING = sys.maxsize  # as `TreePolicy.tail`
+_RISK = 0.7  # share of what a request may lose that one round may risk
+_LEARN = 0.05  # weight of a round in a running mean
 _COOL = 0.8  # temperature up to which sampling is near to greedy
 
 
 @dataclass(frozen=True)
 class TreeChoice:
-    """How many draft nodes to verify, and from which cumulative log-probability on."""
+    """A choice of the draft nodes to verify, the likeliest ones of a batch.
+
+    Attributes:
+        nodes: number of draft nodes.
+        min_score: cumulative log-probability of the last chosen node.
+        expected: expected tokens of the round, over the batch.
+    """
 
     nodes: int
     min_score: float
-    expected: float  # tokens of the round, over the batch
+    expected: float
 
 
 @dataclass(eq=False)
 class Kind:
-    """What the engine has learnt of greedy requests, of those that sample at a low temperature, or at a high one.
+    """The engine's knowledge of one kind of requests: those of temperature 0, of a low one, or of a high one.
 
-    A node of draft probability p is taken to be accepted with probability p ** ``temper``.
+    The engine expects a node of draft probability p to be accepted with probability p ** ``temper``.
 
     Attributes:
-        temper: see there.
-        levels: where nobody sees a node's probability before a round has ended: of each level of drafts, the share that
-            is accepted if its parent is; as many as trees have.
-        gain: smoothed rate of rounds with drafts over plain ones.
+        temper: the exponent above.
+        levels: for each level of drafts, the share of trees in which a draft of the level is accepted, among those in
+            which a draft of the level above is. A device that launches whole rounds chooses by them, since no node's
+            probability is seen before the round has ended.
+        gain: smoothed ratio of the token rate of rounds with drafts to that of plain rounds.
     """
 
     temper: float = 1.0
@@ -53,36 +60,42 @@ class Kind:
 
     @classmethod
     def of(cls, expected: Acceptance, depth: int) -> Kind:
-        """Of a head from which so much is expected, before any of its drafts was verified."""
+        """Return the knowledge to start from, before any draft of a head was verified.
+
+        Args:
+            expected: the expected acceptance of the head's drafts for requests of this kind.
+            depth: levels of drafts in the deepest tree.
+        """
         return cls(expected.temper, [expected.level(i) for i in range(depth)])
 
     def chance(self, score: float) -> float:
-        """Probability that a node of this cumulative log-probability is accepted."""
+        """Return the probability that a node of this cumulative log-probability is accepted."""
         return math.exp(self.temper * score)
 
     def learn(self, scores: Sequence[float], accepted: int, gain: float) -> None:
-        """Calibrate by a verified tree: its nodes' scores, the accepted ones, the round's rate over plain."""
+        """Calibrate by a verified tree: its nodes' scores, how many were accepted, and the round's gain over plain
+        ones."""
         self.gain += _LEARN * (min(gain, 8.0) - self.gain)
         chances = [self.chance(s) for s in scores]
         slope = -sum(s * c for s, c in zip(scores, chances, strict=True))
-        # A small step of Newton's method towards a temper whose chances sum to what was accepted.
+        # This is a small step of Newton's method towards the temper whose chances sum to the accepted number.
         step = (sum(chances) - accepted) / max(slope, 0.5)
         self.temper = min(max(self.temper + 0.02 * min(max(step, -1.0), 1.0), 0.2), 2.0)
 
     def reached(self, accepted: int, levels: int) -> None:
-        """Learn from a path of so many accepted drafts, in a tree of so many levels."""
+        """Learn from a path of ``accepted`` drafts in a tree of ``levels`` levels."""
         for level in range(min(levels, accepted + 1)):
             self.levels[level] += _LEARN * ((accepted > level) - self.levels[level])
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one of those who drafted has in a request's tree.
+    """One source's part in a request's tree.
 
     Attributes:
-        scores: cumulative log-probabilities that it gave its nodes, best first.
-        accepted: number of its accepted drafts.
-        others: number of accepted drafts of the others, where a device has united both.
+        scores: cumulative log-probabilities that the source gave its nodes, best first.
+        accepted: number of accepted drafts of the source.
+        others: number of accepted drafts of the other sources, if a device has united both trees.
     """
 
     scores: list[float]
@@ -91,22 +104,22 @@ class Share:
 
 
 def by_temperature(temperature: float) -> int:
-    """Requests alike, of three kinds: the hotter they sample, the less drafts foretell."""
+    """Return the index of a request's kind, from 0 to 2: the hotter it samples, the less drafts foretell."""
     return 0 if temperature == 0 else 1 if temperature <= _COOL else 2
 
 
 @dataclass(eq=False)
 class TreePolicy:
-    """Picks depth and size of the trees of a batch round by round.
+    """Picks the depth and size of a batch's trees, round by round.
 
     Attributes:
-        costs: of passes.
-        kinds, buckets: of greedy requests, those of low temperature, and those of high.
-        tail: positions before its first draft that the head reads, of any request at any time. `FROM_THE_BEGINNING`
-            where the head cannot begin anywhere: it reads all of a request, or none.
+        costs: costs of passes and rounds.
+        kinds, buckets: one for each kind of requests, by `by_temperature`.
+        tail: positions that the head reads before its first draft, so that it may begin anywhere in a request, at any
+            time. With `FROM_THE_BEGINNING` it reads all of a request, or none.
 
-    Only modelled times pick a tree and are charged, never the time of the round at hand: a stall of the machine decides
-    nothing. What rounds take beside the model is learnt (`Overheads`).
+    Only modelled times pick a tree and are charged, never the measured time of the round at hand, so that a stall of
+    the machine decides nothing. The time that rounds take beside their passes is learnt (`Overheads`).
     """
 
     costs: Costs
@@ -116,76 +129,94 @@ class TreePolicy:
     _level_yield: float = 0.75  # share of a level's chance that the next level keeps
 
     def kind(self, temperature: float) -> Kind:
-        """What is known of requests like it."""
+        """Return the knowledge of requests with such a temperature."""
         return self.kinds[by_temperature(temperature)]
 
     def account(self, temperature: float, prompt: int, batch: int, tokens: int) -> Account:
-        """Of a new request of up to so many tokens, whose prompt has so many that the target runs over."""
+        """Open the account of a new request.
+
+        Args:
+            prompt: tokens of the prompt that the target has to run over.
+            batch: number of requests that run together.
+            tokens: the most tokens that the request may generate.
+        """
         account = Account(self.buckets[by_temperature(temperature)], TokenBucket(request_bucket(tokens)))
         account.engine.earn(self.prefilling(prompt, 1) / batch)
         return account
 
     def follows(self, account: Account, batch: int, remaining: int, entries: int) -> bool:
-        """Whether the head follows a request from its admission on.
+        """Return whether the head follows a request from its admission on.
 
         Args:
-            account: of the request.
-            batch: requests that run with it.
-            remaining: tokens that may come.
+            account: account of the request.
+            batch: number of requests that run together.
+            remaining: tokens that the request may still generate.
             entries: positions at the end of its prompt that have no draft KV.
         """
         least = self.least_loss(batch, batch)
         price = self.entering(min(entries, self.tail), batch) + least
-        # The bucket of a short answer may hold no round: then its draft KV would be for nothing.
+        # The bucket of a short answer may hold less than one round; then its draft KV would be useless.
         return least <= account.request.left and price <= account.engine.left * batch and price < remaining / 2
 
     def wait(self, account: Account, batch: int, produced: int, lag: int | None) -> float:
-        """Plain rounds until a request can pay for the way to a round with drafts, and for its share of that: 0 for
-        now."""
+        """Return the plain rounds until a request can pay for catching up and for its share of a round with drafts; 0 if
+        it can pay now."""
         short = self.resuming(lag, batch) + self.least_loss(batch, batch) - account.room(produced, batch)
         return max(short, 0.0) / RATE
 
     def resuming(self, lag: int | None, batch: int) -> float:
-        """Plain rounds of a batch, which waits for it, that pass until a request can draft again that is behind by
-        ``lag`` positions; ``None`` where it drafted in the last round."""
+        """Return the plain rounds that a batch waits until a request can draft again.
+
+        Args:
+            lag: positions that the head is behind; ``None`` if it drafted in the last round.
+            batch: number of requests that run together.
+        """
         return 0.0 if lag is None else self.costs.resume.at(lag) / self.costs.plain(batch) * batch
 
     def entering(self, tokens: int, batch: int, together: int = 1) -> float:
-        """Plain rounds of a batch, which waits for it, that the draft KV of so many tokens of a prompt takes, in a pass
-        over the prompts of ``together`` requests."""
+        """Return the plain rounds that a batch waits for the draft KV of ``tokens`` tokens of a prompt, in a pass over
+        the prompts of ``together`` requests."""
         return self.costs.enter.at(tokens * together) / together / self.costs.plain(batch) * batch
 
     def prefilling(self, tokens: int, batch: int) -> float:
-        """Plain rounds that so many more tokens of a prompt take of a batch, which waits for it."""
+        """Return the plain rounds that a batch loses while it waits for ``tokens`` more tokens of a prompt."""
         target, (few, many) = self.costs.target, (8, 64)
         return (target.at(many) - target.at(few)) / (many - few) * tokens / self.costs.plain(batch) * batch
 
     def least_loss(self, batch: int, drafting: int) -> float:
-        """Plain rounds that each of ``drafting`` requests loses by a round with one draft node each, all refused."""
+        """Return the plain rounds that each of ``drafting`` requests loses if its only draft node is refused."""
         seconds = self.costs.drafting(batch, batch, 0) + self.costs.target.at(batch + drafting)
         return self.lost(batch, drafting, seconds) / drafting
 
     def lost(self, batch: int, drafting: int, seconds: float) -> float:
-        """Plain rounds that requests lose by a round of so many seconds in which ``drafting`` of them verify drafts,
-        all refused: each has waited, and the others count twice, for nobody asked them."""
+        """Return the plain rounds that a batch loses by a round of ``seconds`` whose drafts are all refused.
+
+        Each request has waited. The requests without drafts count twice, because they waited for others.
+        """
         return (seconds / self.costs.plain(batch) - 1.0) * (2 * batch - max(drafting, 1))
 
     def won(self, batch: int, drafting: int, seconds: float, wins: Sequence[float]) -> list[float]:
-        """What a round won each of those who asked for it, or lost them, by the tokens that it won each.
+        """Return the plain rounds that a round won for each request that drafted; negative for a loss.
 
-        Where a round wins, those share it who won more than their part of its price, and nobody pays: one more tree
-        costs next to nothing. Where it loses, those pay who won less, so that they are the first to stop."""
+        If the round wins, the requests that won more than their part of its price share the win, and no request pays:
+        one more tree costs next to nothing. If the round loses, the requests that won less than their part pay, so that
+        they are the first to stop.
+
+        Args:
+            wins: tokens that the round won for each of these requests.
+        """
         price = self.lost(batch, drafting, seconds) / len(wins)
         total = sum(wins) - price * len(wins)
-        side = [max((w - price) * total, 0.0) for w in wins]  # of those who are the cause
+        side = [max((w - price) * total, 0.0) for w in wins]  # how far each request caused the result
         return [total * one / (sum(side) or 1.0) for one in side]
 
     def lacking(self, rooms: Sequence[float]) -> list[float]:
-        """What each request of a batch lacks to draft, in plain rounds: nothing for as many as can each pay their share
-        of the round, which all wait for.
+        """Return the plain rounds that each request of a batch lacks to draft.
+
+        That is 0 for the most requests that can each pay their share of the round, for which all requests wait.
 
         Args:
-            rooms: of each request, what it may lose.
+            rooms: plain rounds that each request may lose.
         """
         size = len(rooms)
         richest = sorted(range(size), key=lambda i: -rooms[i])
@@ -196,28 +227,31 @@ class TreePolicy:
         return lacking
 
     def limit(self, batch: int, rooms: Sequence[float]) -> float:
-        """Seconds that a round may take: none of those who draft risks more than a part of what it may lose, so that
-        one bad round of many levels is not its last; but a round of one draft each may be tried."""
+        """Return the seconds that a round may take.
+
+        No request that drafts risks more than a part of its room, so that it can still draft after one bad round of
+        many levels. But a round with one draft each may always be tried.
+        """
         share = max(self.least_loss(batch, len(rooms)), _RISK * min(rooms))
         return self.costs.plain(batch) * (1.0 + share * len(rooms) / (2 * batch - len(rooms))) * (1.0 + 1e-9)
 
     def deepen(
         self, batch: int, steps: int, beams: Sequence[tuple[Kind, Sequence[float]]], limit: float = math.inf
     ) -> bool:
-        """Whether another draft step pays: its expected tokens against its time at the present rate.
+        """Return whether another draft step yields more tokens than its time yields at the present rate.
 
         Args:
-            batch: requests.
-            steps: levels drafted so far.
-            beams: per request that drafts, its kind and the cumulative log-probabilities of its present beams, best
-                first.
+            batch: number of requests.
+            steps: number of levels drafted so far.
+            beams: for each request that drafts, its kind and the cumulative log-probabilities of its present beams,
+                best first.
             limit: seconds that the round may take.
         """
         if not beams:
             return False
         rate = max(sum(kind.gain for kind, _ in beams) / len(beams), 1.0) * batch / self.costs.plain(batch)
         gain = self._level_yield * sum(kind.chance(scores[0]) for kind, scores in beams)
-        # A step's rows, and at the end one more row to verify for each request.
+        # A step costs its own rows, and one more row to verify for each request.
         target, verified = self.costs.target, batch * (steps + 1)
         rows = sum(len(scores) for _, scores in beams)
         cost, deeper = self.costs.draft_step.at(rows), target.at(verified + len(beams))
@@ -226,18 +260,18 @@ class TreePolicy:
         return gain > (cost + target.at(verified + batch) - target.at(verified)) * rate
 
     def choose(self, batch: int, nodes: DraftNodes, drafting: float, limit: float = math.inf) -> TreeChoice:
-        """The number of draft nodes with the most expected tokens per second.
+        """Choose the number of draft nodes with the most expected tokens per second.
 
         Args:
-            batch: requests, each with its root.
+            batch: number of requests, each with its root.
             nodes: usable candidates of all requests, likeliest first.
-            drafting: seconds of the round beside the target's pass.
+            drafting: seconds that the round takes beside the target's pass.
             limit: seconds that the round may take.
         """
         return TreeChoice(*nodes.choose(batch, self.costs.target.table, drafting, limit))
 
 
 def nodes_of(scored: Sequence[tuple[float, Kind]]) -> DraftNodes:
-    """Nodes by their cumulative log-probabilities, each with its request's kind; in any order."""
+    """Return nodes from their cumulative log-probabilities and their requests' kinds, given in any order."""
     best = sorted(scored, key=lambda node: -node[0])
     return DraftNodes.scored([score for score, _ in best], [kind.temper for _, kind in best])

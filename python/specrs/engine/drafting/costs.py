@@ -1,7 +1,7 @@
-"""What rounds cost: passes as they were measured when the engine was made, and what rounds take beside them.
+"""The cost of rounds: times of passes, measured when the engine was made, and the time that rounds take beside these.
 
-Two things change while an engine runs. The machine slows or recovers, which every pass sees alike: the `Pace`. And a
-round takes time beside its passes, another one for each kind of round: running means (`Overheads`).
+Two things change while an engine runs. The machine slows down or recovers, which affects every pass alike: the `Pace`.
+And the time that rounds take beside their passes changes, which differs by kind of round: running means (`Overheads`).
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-_STEP = 1.015  # of the pace, at each pass: a running median, which a stalled pass does not move far
+_STEP = 1.015  # factor of the pace at each pass: the pace is a running median, which a stalled pass moves little
 _MEAN = 0.05  # weight of a round in a running mean
-_YOUNG = 8  # rounds that move a mean as far as they say; a later one that stalled moves it no further than others
+_YOUNG = 8  # first rounds, which move a mean without a limit; later a stalled round moves it no further than others
 _LEAST_STEP = 1e-4  # seconds
 
 
 @dataclass
 class Pace:
-    """How much slower the machine is than when it was calibrated."""
+    """The factor by which the machine is slower than at its calibration."""
 
     factor: float = 1.0
 
@@ -27,9 +27,9 @@ class PassCost:
     """Seconds of a model pass by its number of rows: a measured table, interpolated, at the machine's pace.
 
     Args:
-        rows: ascending row counts.
-        seconds: of a pass of each; where a measurement fell below that of fewer rows, that one stands.
-        pace: shared by the tables of one machine; ``None`` is one of its own.
+        rows: row counts, ascending.
+        seconds: seconds of a pass for each row count. A measurement below that of fewer rows is replaced by the latter.
+        pace: the pace of the machine, which its tables share; ``None`` for a pace of this table alone.
     """
 
     def __init__(self, rows: Sequence[int], seconds: Sequence[float], pace: Pace | None = None) -> None:
@@ -38,15 +38,15 @@ class PassCost:
         self._measured: list[float] = []
         for s in seconds:
             self._measured.append(max(s, self._measured[-1]) if self._measured else s)
-        self._known: dict[int, float] = {}  # what was asked for, at the pace of calibration
+        self._known: dict[int, float] = {}  # seconds that were asked for, by row count, at the pace of calibration
 
     @property
     def table(self) -> tuple[list[int], list[float], float]:
-        """Row counts, seconds of a pass of each, and the pace that they are multiplied by: as `DraftNodes` takes it."""
+        """Row counts, seconds of a pass for each, and the pace to multiply these by, as `DraftNodes` takes them."""
         return self.rows, self._measured, self.pace.factor
 
     def at(self, rows: int) -> float:
-        """Predicted seconds of a pass over ``rows`` rows; beyond the table by its last slope."""
+        """Return the predicted seconds of a pass over ``rows`` rows; beyond the table, its last slope continues."""
         known = self._known.get(rows)
         if known is None:
             known = self._known[rows] = self._measured_at(rows)
@@ -63,7 +63,7 @@ class PassCost:
         return seconds[i - 1] + slope * (rows - table[i - 1])
 
     def observe(self, rows: int, seconds: float) -> None:
-        """A pass over so many rows took so long: the pace moves a step towards it."""
+        """Move the pace a step towards a measured pass: ``seconds`` over ``rows`` rows."""
         self.pace.factor *= _STEP if seconds > self.at(rows) else 1 / _STEP
 
 
@@ -71,23 +71,23 @@ PLAIN, SPECULATIVE, HOSTED = range(3)  # kinds of rounds: without drafts, with t
 
 
 class Overheads:
-    """What rounds of each kind take beside their passes, in seconds: running means.
+    """Running means of the seconds that rounds of each kind take beside their passes.
 
-    One is negative where rounds overlap more than they did as passes were measured.
+    A mean is negative if rounds overlap more than they did when passes were measured.
 
     Args:
-        seconds: of each kind, before any was seen.
+        seconds: seconds to assume for each kind before any round of it was seen.
     """
 
     def __init__(self, seconds: Sequence[float]) -> None:
         self._mean, self._seen = list(seconds), [0] * len(seconds)
 
     def at(self, kind: int) -> float:
-        """Predicted seconds."""
+        """Return the predicted seconds of a round of this kind."""
         return self._mean[kind]
 
     def observe(self, kind: int, seconds: float) -> None:
-        """A round took so many."""
+        """Learn from a round of this kind that took ``seconds`` beside its passes."""
         self._seen[kind] += 1
         more = seconds - self._mean[kind]
         if self._seen[kind] > _YOUNG:
@@ -102,15 +102,15 @@ def _host_overheads() -> Overheads:
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured passes of one engine, and what its rounds cost beside them.
+    """Times of one engine's passes, and the time that its rounds take beside them.
 
     Attributes:
-        target: of the target.
-        draft_step: of the head, one level of drafts.
-        draft_extend: of the head, draft KV and scores at the root.
-        enter: what runs over so many positions at the end of a prompt, until its request can draft.
-        resume: what runs over so many positions of a request that has not drafted, until it can.
-        overhead: of rounds, beside their passes.
+        target: cost of the target's passes.
+        draft_step: cost of the head's passes that draft one level.
+        draft_extend: cost of the head's passes that write draft KV and give scores at the root.
+        enter: cost of the passes over so many positions at the end of a prompt, after which its request can draft.
+        resume: cost of the passes over so many positions of a request that has not drafted, after which it can.
+        overhead: time of rounds beside their passes.
     """
 
     target: PassCost
@@ -121,21 +121,22 @@ class Costs:
     overhead: Overheads = field(default_factory=_host_overheads)
 
     def plain(self, batch: int) -> float:
-        """Seconds of a round of plain decoding."""
+        """Return the seconds of a round of plain decoding."""
         return self.target.at(batch) + self.overhead.at(PLAIN)
 
     def drafting(self, batch: int, beams: int, steps: int) -> float:
-        """Seconds of a round's drafting: ``steps`` passes over ``beams`` rows in all, and the draft_extend."""
+        """Return the seconds of a round's drafting: ``steps`` passes over ``beams`` rows, and a pass that extends draft
+        KV."""
         passes = steps * self.draft_step.at(beams) + self.draft_extend.at(2 * batch)
         return passes + self.overhead.at(SPECULATIVE)
 
     def observe(self, kind: int, batch: int, passes: float, seconds: float) -> None:
-        """A round of a kind took so long, of which its passes are modelled to take ``passes``.
+        """Learn from a round that took ``seconds``, of which its passes are modelled to take ``passes``.
 
-        Rounds that run behind each other take less than one by itself, or more where the host is slower than the
-        device: both must be known to compare them.
+        A round takes less time if it runs right after another, or more if the host is slower than the device. To
+        compare kinds of rounds, the overheads of both kinds must be known.
         """
         self.overhead.observe(kind, min(max(seconds - passes, -passes / 2), 2 * passes))
-        if kind != PLAIN and seconds < self.plain(batch):  # a plain round does nothing that this one does not
+        if kind != PLAIN and seconds < self.plain(batch):  # a plain round does only a part of this round's work
             plain = self.target.at(batch)
             self.overhead.observe(PLAIN, max(seconds - plain, -plain / 2))

@@ -1,6 +1,6 @@
-"""Decides which requests of a round draft and how far, and learns from what came of it.
+"""Decides which requests of a round draft and how far, and learns from each round's outcome.
 
-Nothing decided here can change a token.
+No decision made here can change a token.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
 
 _LEARN = 0.05
-_ADDS = 0.5  # of other sources' drafts that are accepted, how many the head is taken not to have, before any was tried
-_FORGETS = 5e-4  # of what was learnt of that, how much each round without both takes back, so that both are tried again
+_ADDS = 0.5  # share of other sources' accepted drafts that the head is assumed to lack, before any round with both
+_FORGETS = 5e-4  # part of that share's change that a round without both takes back, so that both are tried again
 
 
 class Drafting:
-    """Decides who drafts, and learns from what came of it.
+    """Decides which requests draft, and learns from the outcome of rounds.
 
-    Without a policy every request that the head follows drafts, and every node is verified.
+    Without a policy, every request that the head follows drafts, and every node is verified.
 
     Attributes:
-        policy: what the cost model makes of measured passes; ``None``: no cost model decides.
-        gathering: drafts of other sources than the head; ``None`` without any.
-        launched: whether a device launches all passes of a round together. Then trees are decided before it, by levels;
-            else step by step, by the scores of the drafts so far.
-        unites: whether the device makes one tree of the head's drafts and other ones.
+        policy: the cost model, over measured passes; ``None`` if no cost model decides.
+        gathering: drafts of sources other than the head; ``None`` without any.
+        launched: True if a device launches all passes of a round together. Then trees are decided before a round, by
+            levels; else they are decided step by step, by the scores of the drafts so far.
+        unites: True if the device unites the head's drafts with those of other sources in one tree.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class Drafting:
         self._adds = _ADDS
 
     def price(self, policy: TreePolicy) -> None:
-        """From now on a cost model decides."""
+        """Let a cost model decide from now on."""
         self.policy = policy
         if self.gathering is not None:
             self.gathering.price(policy.costs, self.account)
 
-    # -- of a request -------------------------------------------------------------------------------------------
+    # -- one request --------------------------------------------------------------------------------------------
 
     @property
     def anywhere(self) -> bool:
@@ -64,12 +64,12 @@ class Drafting:
         return self.policy is not None and self.policy.tail < FROM_THE_BEGINNING
 
     def begins(self, request: Request) -> int:
-        """First position that the head reads of a request where it begins now, a multiple of the page size."""
+        """Return the first position that the head reads of a request if it begins now: a multiple of the page size."""
         tail = FROM_THE_BEGINNING if self.policy is None else self.policy.tail
         return max(request.committed - tail, 0) // self._page * self._page
 
     def account(self, request: Request) -> Account:
-        """What drafts may lose a request, whoever makes them."""
+        """Return the request's account, which pays for drafts of every source; opened at the first call."""
         account = self._accounts.get(request.request_id)
         if account is None:
             assert self.policy is not None
@@ -79,9 +79,10 @@ class Drafting:
         return account
 
     def follows(self, request: Request) -> bool:
-        """Whether the head follows a request that was just admitted, perhaps not for the first time.
+        """Return whether the head follows a request that was just admitted, perhaps not for the first time.
 
-        Its ``committed`` positions came from the prefix cache, with draft KV of the first ``draft_shared``.
+        The request's ``committed`` positions came from the prefix cache; the first ``head.shared`` of them have draft
+        KV.
         """
         if self.policy is None:
             return True
@@ -100,8 +101,11 @@ class Drafting:
             self.account(r).engine.pay(price / self._batch)
 
     def completes(self, request: Request) -> bool:
-        """Pay for the last draft KV of a request that has ended, for a later one that goes on from there; False if
-        its drafts have not won that much."""
+        """Pay for the last draft KV of a request that has ended, so that a later request can go on from there.
+
+        Returns:
+            False if the request's drafts have not won that much.
+        """
         if self.policy is None:
             return False
         account, costs = self.account(request), self.policy.costs
@@ -112,7 +116,7 @@ class Drafting:
         return True
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         account = self._accounts.pop(request.request_id, None)
         if account is not None:
             account.room(request.produced, self._batch)
@@ -122,7 +126,7 @@ class Drafting:
     # -- before a round -----------------------------------------------------------------------------------------
 
     def plan(self, batch: Batch) -> RoundPlan:
-        """Decide whose drafts the next round of a batch verifies."""
+        """Decide which sources' drafts the next round of a batch verifies."""
         proposals = None if self.gathering is None else self.gathering.ask(batch)
         plan = RoundPlan(batch, proposals)
         if self._has_head and self._awake(batch.requests):
@@ -141,8 +145,10 @@ class Drafting:
         return plan
 
     def _awake(self, requests: Sequence[Request]) -> bool:
-        """Whether any request may draft in the next round. Where one may, all are asked: what one alone cannot pay,
-        several may."""
+        """Return whether any request may draft in the next round.
+
+        If one may, all are asked, because several requests together may be able to pay what one alone cannot.
+        """
         for r in requests:
             if r.head.followed and r.max_depth > 0:
                 account = self._accounts.get(r.request_id)
@@ -151,7 +157,7 @@ class Drafting:
         return False
 
     def _able(self, batch: Batch) -> list[bool]:
-        """Which requests can pay for drafts of the head."""
+        """Return for each request whether it can pay for drafts of the head."""
         if (policy := self.policy) is None:
             return [r.head.followed for r in batch]
         rooms = [self._room(r, len(batch), policy) if r.head.followed else -math.inf for r in batch]
@@ -162,7 +168,10 @@ class Drafting:
         return [lacks == 0.0 for lacks in lacking]
 
     def _room(self, r: Request, batch: int, policy: TreePolicy) -> float:
-        """What a request may lose to a round with drafts; one that will not pay for any again gives them up."""
+        """Return the plain rounds that a request may lose to a round with drafts; minus infinity if it cannot pay now.
+
+        A request that is not expected to pay for drafts again gives them up.
+        """
         account, lag = self.account(r), self._lag(r)
         wait = policy.wait(account, batch, r.produced, lag)
         if wait == 0.0:
@@ -174,11 +183,12 @@ class Drafting:
         return -math.inf
 
     def _lag(self, r: Request) -> int | None:
-        """Features that the head has to run over before the request can draft; ``None`` where it drafted just now."""
+        """Return how many features the head must run over before the request drafts; ``None`` if it has just
+        drafted."""
         return None if r.head.root is not None else min(r.head.lag, r.committed - self.begins(r))
 
     def _resume(self, plan: RoundPlan, policy: TreePolicy) -> None:
-        """Pay for what the head has to run over before the round."""
+        """Pay for the features that the head has to run over before the round."""
         size = len(plan.batch)
         for r in plan.drafting:
             if r.head.root is None:
@@ -192,12 +202,12 @@ class Drafting:
         return policy.limit(size, rooms)
 
     def _best(self, batch: Batch, head: Sequence[bool], policy: TreePolicy) -> tuple[int, float, float]:
-        """As `best_levels`, of a batch."""
+        """Return the `best_levels` of a batch."""
         kinds = [policy.kind(r.params.temperature) for r, drafts in zip(batch, head, strict=True) if drafts]
         return best_levels(self._shape, policy.costs, kinds, len(batch), self._limit(batch, head, policy))
 
     def _prefers_others(self, batch: Batch, head: Sequence[bool], others: Proposals) -> bool:
-        """Whether tokens come faster by the drafts of other sources without the head's passes."""
+        """Return whether other sources' drafts without the head's passes yield more tokens a second."""
         if (policy := self.policy) is None or not others.pays:
             return False
         gains = [policy.kind(r.params.temperature).gain for r, drafts in zip(batch, head, strict=True) if drafts]
@@ -207,8 +217,11 @@ class Drafting:
         return not self.launched or others.rate > self._united_rates(batch, head, others, policy)[1]
 
     def joins_others(self, batch: Batch, head: Sequence[bool], others: Proposals) -> bool:
-        """Whether tokens come faster by the head's drafts with those of other sources than by the head's alone, in
-        rounds whose trees the device makes."""
+        """Return whether the head's and other sources' drafts together yield more tokens a second than the head's
+        alone.
+
+        This is for rounds whose trees the device makes.
+        """
         if self.policy is None:
             return True
         if not others.pays:
@@ -219,13 +232,13 @@ class Drafting:
     def _united_rates(
         self, batch: Batch, head: Sequence[bool], others: Proposals, policy: TreePolicy
     ) -> tuple[float, float]:
-        """Tokens a second that the head's drafts are expected to yield, alone and united with those of others."""
+        """Return the expected tokens a second of the head's drafts, alone and united with other sources' drafts."""
         costs, size, shape = policy.costs, len(batch), self._shape
         levels, tokens, seconds = self._best(batch, head, policy)
         most = min(others.most, shape.draft_tokens)
         rows = most_nodes(shape, united_levels(shape, levels, most))
         more = others.rate * (costs.overhead.at(HOSTED) + costs.target.at(size * most)) - size
-        # The host has to look at such a round before the next.
+        # The host has to read the results of such a round before the next round.
         longer = costs.overhead.at(HOSTED) + costs.target.at(size * rows)
         longer -= costs.target.at(size * most_nodes(shape, levels))
         return tokens / seconds, (tokens + self._adds * max(more, 0.0)) / (seconds + longer)
@@ -233,7 +246,7 @@ class Drafting:
     # -- during a round -----------------------------------------------------------------------------------------
 
     def deepen(self, plan: RoundPlan, beams: DraftBeams, depths: Sequence[int], levels: int) -> bool:
-        """Whether another draft step pays."""
+        """Return whether another draft step pays."""
         if (policy := self.policy) is None:
             return True
         each = zip(plan.batch, beams.scores(), depths, strict=True)
@@ -241,7 +254,7 @@ class Drafting:
         return policy.deepen(len(plan.batch), levels, live, plan.limit)
 
     def least_score(self, plan: RoundPlan, trees: TreeBatch, steps: int) -> float | None:
-        """Cumulative log-probability from which on to verify nodes that ``steps`` draft steps gave; ``None``: all."""
+        """Return the least score (cumulative log-probability) of a node to verify; ``None`` to verify all nodes."""
         if (policy := self.policy) is None:
             return None
         each, size = zip(plan.batch, _draft_scores(trees), strict=True), len(plan.batch)
@@ -253,7 +266,8 @@ class Drafting:
     # -- rounds ahead of the host -------------------------------------------------------------------------------
 
     def stays(self, plan: RoundPlan, batch: Batch) -> bool:
-        """Whether a round right behind the present one, of which nothing is known yet, would be planned like it."""
+        """Return whether the next round would get the same plan, decided before the present round's outcome is
+        known."""
         if (policy := self.policy) is None:
             return True
         head = plan.head or [False] * len(plan.batch)
@@ -269,10 +283,12 @@ class Drafting:
         return self._best(batch, plan.head, policy)[0] == plan.levels
 
     def others_know_better(self, batch: Batch, rows: Sequence[int], plan: RoundPlan, spare: float) -> bool:
-        """Whether other sources know better than the rounds in flight, so that these are let run out.
+        """Return whether to launch no more rounds behind those in flight, because other sources' drafts are better.
 
         Args:
-            batch: requests that go on, at these rows of the plan's batch.
+            batch: the requests that go on.
+            rows: rows of these requests in the plan's batch.
+            plan: the plan of the rounds in flight.
             spare: seconds for which the device is busy meanwhile.
         """
         if self.gathering is None or not len(batch):
@@ -292,7 +308,7 @@ class Drafting:
     # -- after a round ------------------------------------------------------------------------------------------
 
     def observe(self, outcome: RoundOutcome) -> None:
-        """Learn from a round, and settle what it cost."""
+        """Learn from a round, and charge its cost."""
         plan, passed = outcome.plan, outcome.passed
         if self.gathering is not None:
             self.gathering.watch([p.request for p in passed], outcome.verified)
@@ -311,7 +327,11 @@ class Drafting:
         self._batch = len(passed)
 
     def _observe_sources(self, outcome: RoundOutcome) -> list[Share] | None:
-        """Tell the other sources, if they drafted. Returns the head's part of each tree, where it drafted too."""
+        """Report the round to the other sources if they drafted.
+
+        Returns:
+            The head's part of each tree if the head drafted, too; else ``None``.
+        """
         plan, passed, rows, gathering = outcome.plan, outcome.passed, outcome.rows, self.gathering
         hosted = plan.trees
         if hosted is None or gathering is None:
@@ -327,7 +347,7 @@ class Drafting:
         return heads
 
     def _observe_costs(self, outcome: RoundOutcome, policy: TreePolicy) -> None:
-        """Learn what such rounds take."""
+        """Learn the time of such rounds."""
         plan, costs, size = outcome.plan, policy.costs, len(outcome.passed)
         if outcome.verified.cold:
             return
@@ -340,13 +360,13 @@ class Drafting:
         elif plan.trees is None and any(outcome.head):
             kind, passes = SPECULATIVE, self._passes(outcome, policy) - costs.overhead.at(SPECULATIVE)
         else:
-            return  # a round of both is like no other
+            return  # a round with drafts of both is not comparable with others
         if not plan.resumes:
             costs.observe(kind, size, passes, outcome.seconds)
-        plan.resumes = False  # only the first round of a plan has what the head caught up with, or a prompt
+        plan.resumes = False  # only in a plan's first round the head catches up, or reads a prompt
 
     def _rows(self, outcome: RoundOutcome) -> int:
-        """Rows of the target's pass over drafts."""
+        """Return the number of rows of the target's pass over drafts."""
         plan, size = outcome.plan, len(outcome.passed)
         if plan.trees is None or plan.united:
             return sum(outcome.verified.trees.sizes)
@@ -356,12 +376,12 @@ class Drafting:
         return size * next(n for n in tiers(self._shape.draft_tokens) if n >= max(sizes))
 
     def _passes(self, outcome: RoundOutcome, policy: TreePolicy) -> float:
-        """Seconds that a round of the head's drafts is modelled to take."""
+        """Return the seconds that a round with the head's drafts is modelled to take."""
         costs, size = policy.costs, len(outcome.passed)
         return costs.drafting(size, size * self._shape.topk, outcome.plan.steps) + costs.target.at(self._rows(outcome))
 
     def _observe_head(self, outcome: RoundOutcome, policy: TreePolicy, shares: list[Share] | None) -> None:
-        """Calibrate the head by what was accepted of its drafts, and settle what these have won or lost."""
+        """Calibrate by the accepted drafts of the head, and book the plain rounds that its drafts have won or lost."""
         plan, passed, head, size = outcome.plan, outcome.passed, outcome.head, len(outcome.passed)
         if not any(head):
             return
@@ -369,13 +389,13 @@ class Drafting:
             each = zip(_draft_scores(outcome.verified.trees), passed, strict=True)
             shares = [Share(scores, len(p.tokens) - 1) for scores, p in each]
             self._adds += _FORGETS * (_ADDS - self._adds)
-        # What such rounds take, not what this one took: a stall of the machine decides nothing.
+        # This is the modelled time, not the measured one, so that a stall of the machine decides nothing.
         took, drawn = self._passes(outcome, policy), sum(len(p.tokens) for p in passed)
         cost = took / policy.costs.plain(size)  # in rounds of plain decoding
         drew = [(p, share) for p, share, drafts in zip(passed, shares, head, strict=True) if drafts]
         for p, share in drew:
             self._learn(p.request, share, len(p.tokens) - 1, drawn / size / cost, plan.steps + 1, policy)
-        wins = [min(p.kept - 1, share.accepted) for p, share in drew]  # what came after a stop won nothing
+        wins = [min(p.kept - 1, share.accepted) for p, share in drew]  # drafts after a stop won nothing
         verify = sum(len(share.scores) > 0 for _, share in drew)
         for (p, _), won in zip(drew, policy.won(size, verify, took, wins), strict=True):
             self.account(p.request).pay(-won, size)
@@ -383,13 +403,19 @@ class Drafting:
     def _learn(
         self, r: Request, share: Share, accepted: int, gain: float, levels: int, policy: TreePolicy
     ) -> None:  # fmt: skip
-        """Learn from the head's part of a request's tree, of whose drafts so many were accepted."""
+        """Learn from the head's part of a request's tree.
+
+        Args:
+            accepted: number of accepted drafts of all sources.
+            gain: the round's token rate over that of plain rounds.
+            levels: number of levels that were drafted.
+        """
         kind = policy.kind(r.params.temperature)
         kind.learn(share.scores, share.accepted, gain)
         if share.others:
             added = max(accepted - share.accepted, 0)
             self._adds += _LEARN * (min(added / share.others, 1.0) - self._adds)
-        if self.launched and r.finish_reason is None:  # one that has ended had less room than the others
+        if self.launched and r.finish_reason is None:  # a request that has ended had less room than others
             kind.reached(share.accepted, levels)
 
 
@@ -398,6 +424,6 @@ def _draft_scores(trees: TreeBatch) -> list[list[float]]:
     scores: list[float] = from_dlpack(trees.scores).tolist()
     each, first = [], 0
     for size in trees.sizes:
-        each.append(sorted(scores[first + 1 : first + size], reverse=True))  # without its root, whose score is 0
+        each.append(sorted(scores[first + 1 : first + size], reverse=True))  # without the root, whose score is 0
         first += size
     return each

@@ -1,4 +1,4 @@
-"""A round's drafts: what was decided before it (`RoundPlan`), and what came of it (`RoundOutcome`)."""
+"""A round's drafts: the decisions before it (`RoundPlan`) and the results after it (`RoundOutcome`)."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from specrs.engine.request.request import Passed, Request
 
 @dataclass(eq=False)
 class RoundPlan:
-    """Whose drafts a round verifies. Rounds that a device launches behind one another share a plan.
+    """The plan of a round's drafts. Rounds that a device launches one after another share a plan.
 
     Attributes:
-        batch: requests of the round.
-        proposals: of other sources than the head; ``None`` without any.
-        head: which of the requests the head drafts for; ``None`` in a round without it.
-        levels: of the head's drafts at most, where trees are decided before a round.
-        limit: seconds that the round may take.
-        steps: draft steps that the head took.
-        trees: made by the host; ``None`` where there are none. The next round waits for this one's tokens then.
-        united: whether the device makes one tree of each of ``trees`` and the head's.
-        resumes: whether the head has to catch up before the first round, which its requests have paid.
+        batch: the requests of the round.
+        proposals: proposals of sources other than the head; ``None`` without any.
+        head: for each request, True if the head drafts for it; ``None`` in a round without the head.
+        levels: the most levels of the head's drafts, if trees are decided before a round.
+        limit: the most seconds that the round may take.
+        steps: number of draft steps that the head took.
+        trees: trees that the host made, so that the next round has to wait for this round's tokens; ``None`` without
+            any.
+        united: True if the device unites each of ``trees`` with the head's tree.
+        resumes: True if the head has to catch up before the first round, which its requests have paid for.
         began: time when the round began, on the performance counter.
     """
 
@@ -56,8 +57,11 @@ class RoundPlan:
         return [] if self.head is None else [r for r, drafts in zip(self.batch, self.head, strict=True) if drafts]
 
     def positions(self, of_head: int) -> list[int]:
-        """Positions behind the committed ones that each request's part of the round writes; ``of_head`` with the
-        head."""
+        """Return how many positions behind the committed ones the round writes for each request.
+
+        Args:
+            of_head: positions for each request in a round with the head.
+        """
         if self.head is not None:
             return [of_head] * len(self.batch)
         return [1] * len(self.batch) if self.trees is None else [len(tree) for tree in self.trees.drafts]
@@ -65,14 +69,14 @@ class RoundPlan:
 
 @dataclass(frozen=True)
 class RoundOutcome:
-    """What a round gave.
+    """The results of a round.
 
     Attributes:
-        plan: of the round.
-        rows: of the plan's batch, those that the round gives results for; other requests have ended meanwhile.
-        passed: what each of these requests got.
-        verified: their trees, and what of these was accepted.
-        seconds: that the round took.
+        plan: the plan of the round.
+        rows: the rows of the plan's batch with results; the requests of other rows have ended meanwhile.
+        passed: the results of each of these requests.
+        verified: the trees of these requests, and the accepted paths.
+        seconds: seconds that the round took.
     """
 
     plan: RoundPlan
@@ -83,5 +87,5 @@ class RoundOutcome:
 
     @property
     def head(self) -> list[bool]:
-        """For which of these requests the head drafted."""
+        """For each of these requests, True if the head drafted for it."""
         return [self.plan.head is not None and self.plan.head[row] for row in self.rows]

@@ -1,7 +1,8 @@
-"""Tokens that only the files beside `tokenizer.json` have.
+"""The tokens that only the files beside `tokenizer.json` have.
 
-Which tokens there are, which are special and how they match a text is what transformers' AutoTokenizer makes of the
-same files, by its general class (`TokenizersBackend`). What a model's own class does beyond that changes nothing here.
+The set of tokens, their special flags, and the way they match a text are the same as in transformers' AutoTokenizer,
+which reads the same files with its general class (`TokenizersBackend`). A model's own tokenizer class may do more;
+specrs ignores that.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def eos_of(tokenizer: Tokenizer, config: Mapping[str, Any]) -> int | None:
-    """Return the id of the token that ends a text by a tokenizer's files; ``None`` where they name none that the
-    tokenizer has.
+    """Return the id of the token that ends a text, as a tokenizer's files name it; ``None`` if the tokenizer has no
+    such token.
 
     Raises:
-        ConfigError: an ``eos_token`` that is no token.
+        ConfigError: ``eos_token`` is not a token.
     """
     token = _token("eos_token", config.get("eos_token"))
     return None if token is None else tokenizer.token_to_id(_text(token))
 
 
 def add_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], added: Mapping[str, Any]) -> None:
-    """Give a tokenizer the tokens that only files beside its own have, and their flags.
+    """Give a tokenizer the tokens that only the files beside its own have, with their flags.
 
     Args:
         tokenizer: the tokenizer of ``tokenizer.json``.
         config: the result of `specrs.chat.files.tokenizer_config`.
-        added: ids by token, of ``added_tokens.json``.
+        added: ids by token, from ``added_tokens.json``.
 
     Raises:
-        ConfigError: an invalid token or id, by file and key.
+        ConfigError: a token or an id is invalid; the message names its file and key.
     """
     from tokenizers import AddedToken
 
@@ -67,14 +68,14 @@ def add_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], added: Mapping[s
 
 
 def _special(config: Mapping[str, Any]) -> tuple[list[str | AddedToken], list[str | AddedToken]]:
-    """Special tokens that have a name, and those that have none."""
+    """Return the special tokens that have a name, and those that have none."""
     extra = config.get("extra_special_tokens") or []
     if not isinstance(extra, (list, dict)):
         raise _refuse(
             "extra_special_tokens", extra, "must be a list of tokens, or an object with a token for each name"
         )
     values = {name: config.get(name) for name in _NAMES}
-    # A model's own, as image_token.
+    # These are a model's own names, such as image_token.
     values |= {key: v for key, v in config.items() if key.endswith("_token") and isinstance(v, (str, dict))}
     if isinstance(extra, dict):
         values |= extra
@@ -86,7 +87,7 @@ def _special(config: Mapping[str, Any]) -> tuple[list[str | AddedToken], list[st
 def _declared(
     tokenizer: Tokenizer, config: Mapping[str, Any], added: Mapping[str, Any], special: set[str]
 ) -> dict[int, AddedToken]:
-    """Added tokens by id, as the newest of the files that list them has them."""
+    """Return added tokens by id, from the newest of the files that list them."""
     from tokenizers import AddedToken
 
     if _ADDED not in config:
@@ -120,7 +121,7 @@ def _id(where: str, value: object) -> int:
 
 
 def _token(name: str, value: object) -> str | AddedToken | None:
-    """A token as files have it: a text, or an object with its text and flags."""
+    """Parse a token from a file: a text, or an object with the token's text and flags."""
     from tokenizers import AddedToken
 
     if value is None or isinstance(value, str):

@@ -1,4 +1,4 @@
-"""A batch travels through the passes of a step: requests side by side, as a pass began with them."""
+"""The batch of requests that travels through the passes of a step, as it was when a pass began."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from specrs.engine.request.request import Request
 
 
 class Batch:
-    """Requests of a pass, in the order of its rows.
+    """The requests of a pass, in the order of its rows.
 
     Attributes:
-        requests: at most ``max_batch``, each once.
+        requests: at most ``max_batch`` requests, all different.
         seqs: the requests' rows of the page table.
-        lens: positions that each had committed when the pass began, L.
+        lens: committed positions of each request when the pass began, L.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:

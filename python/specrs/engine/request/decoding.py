@@ -4,10 +4,10 @@
     text = Detokenizer(decoder, prompt_ids)
     pieces = [text.push(token) for token in ids] + [text.finish()]
 
-The pieces together are ``tokenizer.decode(ids)``, for every decoder of the tokenizers library; only a space that a
-decoder drops at the beginning of a text stays where the prompt has begun one. A decoder is a chain of steps over parts
-of a text, which are tokens at first. A step keeps of them what depends on parts to come: the bytes of an unfinished
-character, or a run of byte tokens, which is text only if all of it is UTF-8.
+The pieces together are ``tokenizer.decode(ids)``, for every decoder of the tokenizers library. There is one exception:
+a space that a decoder drops at the beginning of a text stays if the prompt has already begun the text. A decoder is a
+chain of steps over parts of a text; at first the parts are tokens. A step holds back the parts whose text depends on
+later parts: the bytes of an unfinished character, or a run of byte tokens, which is text only if all of it is UTF-8.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class Step:
     """One decoder of a chain."""
 
     def push(self, part: str) -> Iterable[str]:
-        """The parts that are settled with this one."""
+        """Take one more part, and return the parts that are settled now."""
         return (part,)
 
     def rest(self) -> Iterable[str]:
-        """The parts that are settled if no more come."""
+        """Return the parts that are settled if no more parts come."""
         return ()
 
     def cut(self) -> Iterable[str]:
-        """Settle the bytes that wait for others: the next ones belong to another text."""
+        """Settle the bytes that wait for more, because the next bytes belong to another text; return the parts."""
         return ()
 
 
 class Each(Step):
-    """A decoder of parts one by one."""
+    """A decoder that decodes each part by itself."""
 
     def __init__(self, decode: _Decode) -> None:
         self._decode = decode
@@ -57,7 +57,7 @@ class Each(Step):
 
 
 class FirstApart(Step):
-    """A decoder of parts one by one that takes the first one for the beginning of a text."""
+    """A decoder that decodes each part by itself, and treats the first part as the beginning of a text."""
 
     def __init__(self, decode: _Decode) -> None:
         self._decode, self._first = decode, True
@@ -68,7 +68,7 @@ class FirstApart(Step):
 
 
 class LastApart(Step):
-    """A decoder of parts one by one that takes the last one for the end of a text."""
+    """A decoder that decodes each part by itself, and treats the last part as the end of a text."""
 
     def __init__(self, decode: _Decode) -> None:
         self._decode = decode
@@ -88,7 +88,7 @@ class LastApart(Step):
 
 
 class Unrepeated(Step):
-    """A decoder (CTC) that takes equal parts in a row for one."""
+    """A decoder (CTC) that treats equal parts in a row as one part."""
 
     def __init__(self, decode: _Decode) -> None:
         self._decode = decode
@@ -101,7 +101,7 @@ class Unrepeated(Step):
 
 
 class Spaced(Step):
-    """No decoder, but spaces between tokens."""
+    """The step of a tokenizer without a decoder: spaces between tokens."""
 
     def __init__(self) -> None:
         self._first = True
@@ -112,8 +112,10 @@ class Spaced(Step):
 
 
 class Stripped(Step):
-    """A step that strips, behind a step that makes one text of all parts: it takes up to so many characters off both
-    ends of that text."""
+    """A step that strips one text, which a step before it has joined from all parts.
+
+    It removes up to ``start`` characters at the beginning and up to ``stop`` characters at the end.
+    """
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content, self._start, self._stop = content, start, stop
@@ -132,8 +134,10 @@ class Stripped(Step):
 
 
 class ByteLevel(Step):
-    """Bytes written in the byte-level alphabet; a part with any other character stands for itself. Invalid UTF-8 reads
-    U+FFFD."""
+    """A decoder of bytes that are written in the byte-level alphabet.
+
+    A part with any other character stands for itself. Invalid UTF-8 becomes U+FFFD.
+    """
 
     def __init__(self) -> None:
         self._bytes = b""  # bytes of an unfinished character
@@ -156,10 +160,11 @@ class ByteLevel(Step):
 
 
 class ByteFallback(Step):
-    """Tokens of a byte each, as ``<0x0A>``: a run of them is one part if it is UTF-8, else U+FFFD for each byte.
+    """A decoder of tokens for one byte each, such as ``<0x0A>``: a run of them becomes one part if it is UTF-8, else
+    U+FFFD for each byte.
 
     Attributes:
-        run: characters of a run that is UTF-8 so far. One byte more may make U+FFFD of all.
+        run: characters of a run that is UTF-8 so far. One more byte may turn all of them into U+FFFD.
         grown: true if the latest part has completed a character.
     """
 
@@ -201,7 +206,7 @@ class ByteFallback(Step):
 
 
 class AtOnce(Step):
-    """A chain that no step here can take apart: its text comes at the end."""
+    """A decoder that none of the other steps can replace: all of its text comes at the end."""
 
     def __init__(self, decode: _Decode) -> None:
         self._decode = decode
@@ -227,10 +232,10 @@ _OF_BYTES: dict[str, Callable[[], Step]] = {"ByteLevel": ByteLevel, "ByteFallbac
 
 
 class TokenDecoder:
-    """Text of tokens, by a tokenizer.
+    """Decodes tokens to text, as a tokenizer does.
 
     Attributes:
-        special: tokens that texts leave out unless they are asked for.
+        special: special tokens, which texts leave out unless the user asks for them.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -240,12 +245,12 @@ class TokenDecoder:
         self._makers = _makers(tokenizer)
 
     def steps(self) -> list[Step]:
-        """A chain at the beginning of a text."""
+        """Return a new chain of steps, at the beginning of a text."""
         return [make() for make in self._makers]
 
     def name(self, token: int) -> str | None:
-        """Return a token as the tokenizer writes it; ``None`` where the tokenizer lacks it (a model may have more rows
-        than that)."""
+        """Return a token as the tokenizer writes it; ``None`` if the tokenizer lacks it, since a model may have more
+        rows."""
         if token not in self._names:
             self._names[token] = self._tokenizer.id_to_token(token)
         return self._names[token]
@@ -273,7 +278,7 @@ def _maker(part: dict[str, Any], fused: bool) -> Callable[[], Step] | None:
     if fused:
         if kind == "Strip":
             return partial(Stripped, part["content"], part["start"], part["stop"])
-        # The step replaces one character by another: no part's border lies within it.
+        # The step replaces single characters, so no border between parts can lie within a match.
         single = kind == "Replace" and len(part["pattern"].get("String", "")) == 1
         return partial(Each, _library(part)) if single else None
     if kind in _OF_BYTES:
@@ -282,7 +287,7 @@ def _maker(part: dict[str, Any], fused: bool) -> Callable[[], Step] | None:
 
 
 def _library(part: dict[str, Any]) -> _Decode:
-    """Return one decoder of a chain, as the library makes it."""
+    """Return the library's implementation of one decoder of a chain."""
     from tokenizers import Tokenizer, models
 
     state = json.loads(Tokenizer(models.BPE()).to_str())
@@ -291,12 +296,12 @@ def _library(part: dict[str, Any]) -> _Decode:
 
 
 class Detokenizer:
-    """Text of an output's tokens, piece by piece; no piece is ever taken back.
+    """Makes the text of an output's tokens, piece by piece; no piece is ever taken back.
 
     Args:
         decoder: decoder of the tokens.
-        prompt: tokens before the output. They decide whether the output begins a text; their last bytes that are no
-            whole character stay theirs.
+        prompt: tokens before the output. They decide whether the output begins a text. An unfinished character at their
+            end does not join the output's bytes.
         skip_special_tokens: leave special tokens out of the text.
         keep: special tokens that stay in the text nonetheless.
     """
@@ -328,17 +333,17 @@ class Detokenizer:
         return found[::-1]
 
     def push(self, token: int) -> str:
-        """The text that is settled with ``token``."""
+        """Take the next token, and return the text that is settled now."""
         name = None if token in self._dropped else self._decoder.name(token)
         return "" if name is None else _through(self._steps, (name,))
 
     def finish(self) -> str:
-        """The text that is settled once no more tokens come; call it once."""
+        """Return the text that is settled once no more tokens come. Call this once."""
         return "".join(_through(self._steps[i + 1 :], step.rest()) for i, step in enumerate(self._steps))
 
     @property
     def run(self) -> Sequence[str]:
-        """Whole characters of byte tokens that the text has by now, and that the next byte may still unmake."""
+        """Whole characters of byte tokens so far, which the next byte may still turn into U+FFFD."""
         return () if self._run is None else self._run.run
 
     @property

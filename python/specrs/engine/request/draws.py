@@ -1,18 +1,18 @@
 """A request's sampler, and the bans that hold for some of its tokens.
 
-Some tokens are banned everywhere: all but ``allowed_token_ids``, and bad words of one token. Two bans come and go:
+Some tokens are always banned: all tokens but ``allowed_token_ids``, and bad words of one token. Two bans come and go:
 
-* Before ``min_tokens``, nothing is drawn that would end the output.
-* A bad word of several tokens bans its last one behind the others.
+* Before ``min_tokens``, no token is drawn that would end the output.
+* A bad word of several tokens bans its last token after the others.
 
-A grammar bans by the tokens before, at every draw. Samplers have its tracker, so whoever walks a tree draws under the
-mask of each path; a device that draws a round by one mask has `room` for one token.
+A grammar bans tokens at every draw, depending on the tokens before. Samplers hold its tracker, so a walk over a tree
+draws under the mask of each path. A device that draws a round by one mask has `room` for only one token.
 
-A round draws all its tokens by one sampler, so a ban that holds for some of them needs care. How many tokens one
-sampler may draw is known for ``min_tokens`` (`Draws.room`): the round's tree is made no deeper. Where a bad word is
-about to be completed is known when tokens have been drawn: `Draws.standing` counts those that were drawn as they should
-be. The round keeps these. The next one draws one token, by a sampler that has the ban. Its seed and position are the
-same, so tokens are those that plain decoding draws under the same bans.
+A round draws all of its tokens by one sampler, so a ban that holds for some of them needs care. For ``min_tokens`` the
+number of tokens that one sampler may draw is known before (`Draws.room`), and the round's tree is made no deeper. The
+place where a bad word is about to be completed is known only after the draws: `Draws.standing` counts the tokens that
+were drawn as they should be. The round keeps these tokens. The next round draws one token by a sampler that has the
+ban. Its seed and position are the same, so its token is the one that plain decoding draws under the same bans.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specrs.sampling_params import PROCESSED, ResolvedSampling
 
 
 class Draws:
-    """Samplers of one request, whose ``output`` they follow.
+    """The samplers of one request, which follow its output.
 
     Args:
         vocab: columns of a row of logits.
@@ -37,8 +37,8 @@ class Draws:
         endings: tokens that would end the output.
         bad_words: token ids of each bad word, at least one.
         grammar: grammar that the output must follow.
-        by_path: true if each draw of a round goes by the mask of its own path; otherwise the only mask is that of the
-            first draw.
+        by_path: true if each draw of a round has the mask of its own path; false if all draws have the mask of the
+            first.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class Draws:
     ) -> None:
         self._vocab, self._prompt, self._params, self._seed = vocab, list(prompt), params, seed
         told = params.logprobs is not None and params.logprobs_mode == PROCESSED
-        self._largest_alone = params.temperature == 0 and not told  # nobody sees the scores of the others
+        self._largest_alone = params.temperature == 0 and not told  # nobody sees the scores of other tokens
         self._endings = frozenset(token for token in endings if token < vocab)
         self.grammar = None if grammar is None else grammar.start(sorted(self._endings))
-        """The grammar's state: how far the output has come in it."""
+        """The grammar's tracker of the output; ``None`` without a grammar."""
         self._by_path = by_path
-        self._least = params.min_tokens if self._endings else 0  # tokens before one of them
+        self._least = params.min_tokens if self._endings else 0  # tokens to draw before an ending may be drawn
         self._output: list[int] = []
         self._words: dict[int, list[tuple[int, ...]]] = {}  # words of several tokens, keyed by the last token but one
         for word in dict.fromkeys(map(tuple, bad_words)):
@@ -76,7 +76,7 @@ class Draws:
         self._early = self._sampler(self._endings) if self._least else self._free
         self._banned: frozenset[int] = frozenset()  # tokens banned by words that the output may be about to complete
         self.sampler = self._early
-        """The sampler of the next token, and of those behind it as far as there is `room`."""
+        """The sampler of the next token, and of the tokens after it as far as `room` goes."""
 
     def _sampler(self, banned: Collection[int]) -> Sampler:
         p = self._params
@@ -101,14 +101,14 @@ class Draws:
 
     @property
     def room(self) -> int:
-        """Tokens, from the next one on, that are drawn by `sampler`."""
+        """Number of tokens, from the next one on, that `sampler` may draw."""
         if self._banned or (self.grammar is not None and not self._by_path):
             return 1
         return self._least - len(self._output) if len(self._output) < self._least else sys.maxsize
 
     @property
     def varies(self) -> bool:
-        """True if the next round may begin elsewhere than where this one ends, or draw by another sampler."""
+        """True if the next round may begin before this one's end, or draw by another sampler."""
         return self.grammar is not None or bool(self._words) or len(self._output) < self._least
 
     @property
@@ -120,7 +120,7 @@ class Draws:
         """Add the output's next tokens."""
         self._output += tokens
         if self.grammar is not None:
-            with suppress(GrammarFailedError):  # the next draw says so
+            with suppress(GrammarFailedError):  # the next draw reports it
                 self.grammar.commit(list(tokens))
         early = len(self._output) < self._least
         if self._penalised and tokens:
@@ -134,25 +134,25 @@ class Draws:
             self.sampler = self._early if early else self._free
 
     def standing(self, tokens: Sequence[int], draws: int) -> int:
-        """Return how many draws of a round stand; the others were made without a ban that holds for them.
+        """Return how many draws of a round stand; the later ones were made without a ban that holds for them.
 
         Args:
             tokens: tokens that the draws gave, in order.
-            draws: number of draws: as many as tokens, or one more that gave none.
+            draws: number of draws: as many as tokens, or one more if the last draw gave no token.
         """
         if not self._words:
             return draws
         tail = self._output[-self._longest :]
         path = [*tail, *tokens]
-        for i in range(1, draws):  # the first one was drawn under the bans behind the output
+        for i in range(1, draws):  # the first draw was made under the bans after the output
             banned = self._behind(path, len(tail) + i)
-            # The largest logit is the largest without the banned ones, unless it is one of them.
+            # Banning other tokens does not change which logit is the largest.
             sound = self._largest_alone and i < len(tokens) and tokens[i] not in banned
             if banned and not sound:
                 return i
         return draws
 
     def _behind(self, output: list[int], end: int) -> frozenset[int]:
-        """Tokens that would complete a bad word of several tokens behind ``output[:end]``."""
+        """Return the tokens that would complete a bad word of several tokens after ``output[:end]``."""
         words = self._words.get(output[end - 1], ()) if end else ()
         return frozenset(w[-1] for w in words if tuple(output[max(end + 1 - len(w), 0) : end]) == w[:-1])

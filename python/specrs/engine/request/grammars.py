@@ -1,7 +1,7 @@
-"""Grammars of an engine: compiled once, kept for later requests, and the source of drafts where a grammar forces
-tokens.
+"""The grammars of an engine: compiled once, kept for later requests, and a source of drafts when they force tokens.
 
-Compiling belongs to no step: `LLM.add` does it before it queues a request, `AsyncLLM.submit` in its pool.
+No step of the engine compiles a grammar: `LLM.add` does it before it queues a request, `AsyncLLM.submit` does it in its
+pool.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from specrs.grammar import StructuredOutputs, refuse
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_KEPT = 64  # grammars, those asked for last
-_SURE = 0.95  # certainty of a forced token, before any was seen: the text is forced, its spelling is the model's
-_LAST = 0.6  # certainty of a text's last token, which may go on into the text that follows
+_KEPT = 64  # number of grammars to keep, the last used ones
+_SURE = 0.95  # assumed certainty of a forced token: the text is forced, but the model chooses its spelling
+_LAST = 0.6  # assumed certainty of a text's last token, which may extend into the text after it
 _BUCKETS = {"token": 0, "text": 1, "last": 2}
 
 _Key = tuple[str, tuple[str, ...], str | None, str | tuple[int, ...] | None]
 
 
 class Grammars:
-    """Compiled grammars of one engine. Any thread may call it at any time.
+    """The compiled grammars of one engine. Any thread may call this object at any time.
 
     Args:
-        tokenizer: ``None``: every grammar is refused.
+        tokenizer: the model's tokenizer; with ``None`` every grammar is refused.
         vocab_size: columns of a row of logits.
-        eos_ids: tokens that stand for no text, whatever the tokenizer calls them.
+        eos_ids: tokens that stand for no text, even if the tokenizer does not call them special.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Collection[int]) -> None:
@@ -53,8 +53,8 @@ class Grammars:
         self._held: weakref.WeakValueDictionary[_Key, Future[Grammar]] = weakref.WeakValueDictionary()
 
     def compile(self, wanted: StructuredOutputs) -> Grammar:
-        """Return the grammar, compiled if it is not among the latest ones. A caller waits for a thread that compiles
-        the same grammar.
+        """Return the grammar, and compile it unless it is kept. If another thread compiles the same grammar, wait for
+        it.
 
         Raises:
             GrammarError: the grammar is malformed or too large, or there is no tokenizer.
@@ -62,8 +62,10 @@ class Grammars:
         return self.held(wanted).result()
 
     def held(self, wanted: StructuredOutputs) -> Future[Grammar]:
-        """Compile as `compile` does, and keep the result: as long as somebody has what this returns, the grammar is not
-        compiled again, however many others are asked for meanwhile."""
+        """Compile as `compile` does, and keep the grammar for as long as the caller keeps the result of this call.
+
+        Meanwhile the grammar is not compiled again, even if many other grammars are.
+        """
         if self._tokenizer is None:
             raise refuse(wanted.kind, getattr(wanted, wanted.kind), "the model directory has no tokenizer.json")
         key = self._key(wanted)
@@ -94,7 +96,7 @@ class Grammars:
     def _key(self, wanted: StructuredOutputs) -> _Key:
         mark = wanted.start_after
         if isinstance(mark, str):
-            # A special token is no text: its name stands for it.
+            # A special token stands for no text, so users write its name.
             ids = [i for i, name in self._special.items() if name == mark]
             mark = tuple(ids[:1]) or mark
         elif mark is not None:
@@ -113,7 +115,7 @@ class Grammars:
 
     @property
     def vocabulary(self) -> GrammarVocabulary:
-        """The tokens' bytes, made once they are asked for."""
+        """The bytes of the tokens, made at the first use."""
         with self._made:
             if self._vocabulary is None:
                 assert self._table is not None
@@ -122,10 +124,11 @@ class Grammars:
             return self._vocabulary
 
     def forced(self, tracker: GrammarTracker) -> Proposal:
-        """A chain of the tokens that must come next.
+        """Return a chain of the tokens that must come next.
 
-        The text is certain, its tokens are not: the model may spell it otherwise, so the chain is a draft like any
-        other. It is the tokenizer's spelling, or where that is another text by itself, of the longest tokens.
+        The text is certain but its tokens are not: the model may spell the text in other tokens, so the chain is a
+        draft like any other. The tokens are the tokenizer's spelling. If that decodes to another text, they are the
+        longest tokens that spell the text.
         """
         tokens: list[int] = []
         probs: list[float] = []

@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 class HeadState:
     """State of the draft head for one request.
 
-    Draft KV is written and sound on ``[first, end)``. Behind it the target's features of ``lag`` positions wait, so
-    that ``end + lag`` positions are committed as long as the request is ``followed``.
+    Draft KV is written and sound on ``[first, end)``. The target's features of the ``lag`` positions after it wait for
+    the head. So ``end + lag`` positions are committed as long as the request is ``followed``.
 
     Attributes:
         followed: True while the head drafts for the request; once False, it stays False.
-        first: a multiple of the page size; the head reads no draft KV before it.
+        first: the first position whose draft KV the head reads, a multiple of the page size.
         end: end of the draft KV in use.
         lag: number of positions whose features wait.
-        root: the head's result for the request's last token, whose form only the executor knows; ``None`` if it does
-            not exist.
+        root: the head's result for the request's last token; ``None`` if there is none. Only the executor knows its
+            form.
         shared: positions of draft KV that the prefix cache had at the request's admission.
     """
 
@@ -33,7 +33,7 @@ class HeadState:
     root: object | None = None
     shared: int = 0
     _waiting: list[Features] = field(default_factory=list)
-    _kept: int = 0  # with `first` behind them: positions from 0 on whose draft KV is sound
+    _kept: int = 0  # if `first` is not 0: positions from 0 on whose draft KV is sound
 
     @property
     def prefix(self) -> int:
@@ -41,14 +41,13 @@ class HeadState:
         return self._kept if self.first else self.end
 
     def admit(self, committed: int, shared: int) -> None:
-        """The request begins, or begins again, behind so many committed positions, with draft KV of the first
-        ``shared`` of them."""
+        """Begin, or begin again, after ``committed`` positions, the first ``shared`` of which have draft KV."""
         self.first, self.shared, self._kept = 0, shared, shared
         self.end = committed if self.followed else shared
         self._forget()
 
     def wait(self, features: Features) -> None:
-        """Features of positions that were just committed wait for the head."""
+        """Keep the features of positions that were just committed, until the head has run over them."""
         self.lag += len(features)
         self.root = None
         if features.memory is None and self.unkept:
@@ -75,7 +74,7 @@ class HeadState:
         return some
 
     def wrote(self, count: int) -> None:
-        """The draft KV of the first ``count`` positions that waited is written."""
+        """Note that the draft KV of the first ``count`` waiting positions is written."""
         self.end += count
         self.lag -= count
         while self._waiting and count >= len(self._waiting[0]):
@@ -84,13 +83,15 @@ class HeadState:
             self._waiting[0] = self._waiting[0][count:]
 
     def reached(self, end: int, root: object) -> None:
-        """The head has run over everything before the position ``end``, and gave this root."""
+        """Note that the head has run over all positions before ``end``, and gave this root."""
         self._forget()
         self.end, self.root = end, root
 
     def begin(self, position: int) -> None:
-        """Let the head begin at a position, a multiple of the page size. Features of earlier positions are dropped.
-        Sound draft KV from 0 on is remembered for the cache."""
+        """Let the head begin at a position, a multiple of the page size.
+
+        Features of earlier positions are dropped. Sound draft KV from 0 on is remembered for the cache.
+        """
         skipped = position - self.end
         if skipped > 0:
             self._kept = self.prefix
@@ -98,7 +99,7 @@ class HeadState:
             self.wrote(skipped)
 
     def give_up(self, sound: int) -> None:
-        """The head drafts no more for the request; ``sound`` positions of draft KV are sound."""
+        """Stop drafting for the request; the draft KV of the first ``sound`` positions is sound."""
         self.end = min(sound, self._kept) if self.first else sound
         self.followed, self.first = False, 0
         self._forget()

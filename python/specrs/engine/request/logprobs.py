@@ -1,8 +1,8 @@
-"""Log-probabilities of tokens, from the target's own row of logits, or from what a sampler makes of it.
+"""Log-probabilities of tokens, from the target's row of logits, or from a sampler's processed scores.
 
-A row is reduced alone, in float64 and one fixed order, so its numbers depend on its bits alone: the same logits give
-the same log-probabilities with and without speculation, in any batch. A sampler's row depends on the logits and the
-tokens before alone.
+Each row is reduced by itself, in float64 and in one fixed order, so the results depend only on the row's bits: the same
+logits give the same log-probabilities with and without speculation, in any batch. A sampler's row depends only on the
+logits and on the tokens before.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ TokenBytes = Callable[[int], bytes]
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log-probability of a token at a position.
+    """The log-probability of a token at a position.
 
     Attributes:
-        logprob: natural logarithm of its probability.
-        rank: place of the token among all tokens, 1 for the most probable one; of equal ones the lower id comes first.
-        bytes: bytes of the token's text, which alone need not be a character; ``None`` without a tokenizer.
+        logprob: natural logarithm of the token's probability.
+        rank: place of the token among all tokens, 1 for the most probable one; among equally probable tokens the lower
+            id comes first.
+        bytes: bytes of the token's text, which need not be whole characters; ``None`` without a tokenizer.
     """
 
     logprob: float
@@ -36,26 +37,27 @@ class Logprob:
 
     @property
     def decoded_token(self) -> str | None:
-        """Text of the token; bytes that are no character alone are U+FFFD."""
+        """Text of the token; bytes that are no whole character become U+FFFD."""
         return None if self.bytes is None else self.bytes.decode("utf-8", "replace")
 
 
 TokenLogprobs = dict[int, Logprob]
-"""Scores of a position: the token that is there first, then the most probable ones in their order."""
+"""Scores at a position by token id: first the token at that position, then the most probable tokens in order."""
 
 
 def of_rows(
     logits: torch.Tensor, tokens: Sequence[int], most: int, spell: TokenBytes | None = None
 ) -> list[TokenLogprobs]:
-    """Score the token behind each row of logits, float32 [n, vocab] on the host, and the ``most`` probable ones."""
+    """Score the token after each row of logits (float32 [n, vocab], on the host) and the ``most`` most probable
+    ones."""
     return [of_row(row, token, most, spell) for row, token in zip(logits.numpy(), tokens, strict=True)]
 
 
 def of_draws(
     logits: torch.Tensor, tokens: Sequence[int], most: int, sampler: Sampler, spell: TokenBytes | None = None
 ) -> list[TokenLogprobs]:
-    """Score the tokens by the distributions that ``sampler`` draws them from, one behind the other. Tokens without a
-    probability are left out."""
+    """Score successive tokens by the distributions that ``sampler`` draws from; tokens of probability 0 are left
+    out."""
     found, row = [], torch.empty(logits.shape[1])
     for i, (model, token) in enumerate(zip(logits, tokens, strict=True)):
         sampler.processed(model, row, list(tokens[:i]))
@@ -65,8 +67,8 @@ def of_draws(
 
 
 def of_row(row: npt.NDArray[np.float32], token: int, most: int, spell: TokenBytes | None = None) -> TokenLogprobs:
-    """Score a token and the ``most`` probable ones, by a row of logits."""
-    with np.errstate(invalid="ignore"):  # NaN says for itself what is wrong
+    """Score a token and the ``most`` most probable tokens by a row of logits."""
+    with np.errstate(invalid="ignore"):  # a result of NaN already shows what is wrong
         x = row.astype(np.float64)
         x -= x.max()
         x -= math.log(np.exp(x).sum())
@@ -78,7 +80,7 @@ def of_row(row: npt.NDArray[np.float32], token: int, most: int, spell: TokenByte
 
 
 def _best(x: npt.NDArray[np.float32], most: int) -> npt.NDArray[np.int64]:
-    """The ``most`` largest, ties by lower id."""
+    """Return the indices of the ``most`` largest values; among equal values the lower index comes first."""
     if not most:
         return np.empty(0, np.int64)
     if most < len(x):

@@ -1,4 +1,4 @@
-"""A request: its state while it runs, the one function that commits tokens to it, and the user's output."""
+"""A request: its state while it runs, the only function that commits tokens to it, and the user's output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """A prompt whose tokens are settled, with the text that they stand for.
+    """A prompt that is already tokenized, with its text.
 
     Attributes:
         text: text of the prompt for readers of the output; the engine does not use it.
@@ -58,7 +58,7 @@ class Usage:
 
     @property
     def total_tokens(self) -> int:
-        """Prompt and completion together."""
+        """Number of tokens of prompt and completion together."""
         return self.prompt_tokens + self.completion_tokens
 
 
@@ -68,37 +68,36 @@ class RequestOutput:
 
     Attributes:
         request_id: id that ``LLM.add`` returned.
-        prompt: the prompt's text, where it was given as text.
+        prompt: the prompt's text, if it was given as text.
         prompt_token_ids: tokens of the prompt that ``truncate_prompt_tokens`` kept.
-        token_ids: generated tokens; ends with EOS or the stop token where one ended it.
+        token_ids: generated tokens; EOS or a stop token is the last of them if it ended the output.
         text: generated text, without special tokens, cut at a stop string.
         finish_reason: see `FinishReason`.
-        stop_reason: the stop string or token id that ended it, else ``None``.
+        stop_reason: the stop string or token id that ended the output, else ``None``.
         usage: token counts.
-        params: parameters that the request ran with: its own fields, and the model's where it left them unset.
+        params: parameters that the request ran with: its own, and the model's for those that it left unset.
         seed: the seed that sampling used.
-        rounds: decoding rounds (target passes after the prompt's).
-        accepted_lengths: ``accepted_lengths[n]`` rounds yielded n tokens, bonus token included.
-        drafted: per token of ``token_ids``, whether it was an accepted draft token.
-        seconds: wall time from the request's admission (the first, where it was preempted) to its end; 0 for one that
-            was aborted while it waited.
+        rounds: number of decoding rounds (target passes after the prompt's).
+        accepted_lengths: ``accepted_lengths[n]`` is the number of rounds that yielded n tokens, bonus token included.
+        drafted: for each token of ``token_ids``, True if it was an accepted draft token.
+        seconds: wall time from the request's first admission to its end; 0 if it was aborted while it waited.
         error: with ``finish_reason`` ``"error"``, the reason why the request could not go on: a `NonFiniteError` whose
             ``request`` is the request's id, ``position`` the absolute position of the token that could not be drawn,
             ``index`` the token id of the first bad logit; or a `GrammarFailedError`, with ``request``, ``position`` and
-            ``why``. Tokens and text are those before that. Else ``None``.
-        draft_error: reason why the draft head was given up for this request, whose tokens do not depend on it; ``None``
-            where the head was not given up. Fields as in ``error``.
+            ``why``. Tokens and text end before that position. Else ``None``.
+        draft_error: reason why the draft head was given up for this request, which does not change the request's
+            tokens; ``None`` if the head was not given up. Its fields are as in ``error``.
         index: number of this output among the prompt's ``n`` outputs.
         logprobs: scores by token id for each token of ``token_ids``: first the token itself, then the most probable
-            ones; ``None`` where they were not asked for.
-        prompt_logprobs: the same per token of the prompt, ``None`` for its first; shorter where the request ended
-            before its prompt was read.
+            ones; ``None`` if the user did not ask for them.
+        prompt_logprobs: the same for each token of the prompt, with ``None`` for its first token; shorter if the
+            request ended before its prompt was read.
         drafting_rounds: number of ``rounds`` that verified drafts.
         proposed: draft tokens that those rounds verified, accepted or not.
-        accepted_drafts: ``accepted_drafts[n]`` rounds kept n draft tokens; if a stop ends a round among its drafts,
-            those up to the stop.
+        accepted_drafts: ``accepted_drafts[n]`` is the number of rounds that kept n draft tokens; if a stop ends a round
+            among its drafts, only those up to the stop count.
         cumulative_logprob: sum of the log-probabilities of ``token_ids``; ``None`` without ``logprobs``.
-        others: outputs behind output 0 of the prompt, in that output alone, from ``LLM.generate``.
+        others: the prompt's other outputs; only ``LLM.generate`` sets it, in output 0.
     """
 
     request_id: int
@@ -128,13 +127,16 @@ class RequestOutput:
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """All ``n`` of the prompt in order, this one first: of the output that ``LLM.generate`` returned."""
+        """All ``n`` outputs of the prompt in order, this one first, for an output that ``LLM.generate`` returned."""
         return [self, *self.others]
 
     @property
     def mean_accepted(self) -> float:
-        """Tokens per round, as vLLM's mean acceptance length: accepted drafts and the bonus token, so 1.0 where none
-        was accepted; 0 where no round ran."""
+        """Tokens per round, like vLLM's mean acceptance length.
+
+        Accepted drafts and the bonus token count, so the value is 1.0 if no draft was accepted, and 0 if no round
+        ran.
+        """
         return sum(n * c for n, c in enumerate(self.accepted_lengths)) / self.rounds if self.rounds else 0.0
 
 
@@ -142,11 +144,11 @@ class RequestOutput:
 class StreamEvent:
     """Progress of one request: the tokens of a prefill or of one round.
 
-    ``pieces`` is the released text as ``(text, drafted)`` runs; text that may be the beginning of a stop string, or
+    ``pieces`` is the released text as ``(text, drafted)`` runs. Text that may be the beginning of a stop string, or
     that a later token may change (an unfinished character, a row of byte tokens), comes with a later event. The last
-    event of a request carries its ``output``; with ``n`` outputs the last event of each does, and ``index`` says which
-    of them it is of. ``logprobs`` is that of ``token_ids``, as `RequestOutput.logprobs`. ``rounds`` are those that
-    the event tells of, where the request has `SamplingParams.trace`.
+    event of a request carries its ``output``. With ``n`` outputs the last event of each output does, and ``index`` is
+    the number of that output. ``logprobs`` has the scores of ``token_ids``, as in `RequestOutput.logprobs`. ``rounds``
+    are the rounds that the event reports, if the request has `SamplingParams.trace`.
     """
 
     request_id: int
@@ -180,12 +182,12 @@ class Passed:
 
     Attributes:
         request: the request.
-        tokens: tokens that the pass drew.
-        kept: number of them that the request kept.
-        pieces: released text, as `StreamEvent.pieces`.
+        tokens: the tokens that the pass drew.
+        kept: number of these tokens that the request kept.
+        pieces: released text, as in `StreamEvent.pieces`.
         finished: True if the request has ended.
         logprobs: scores of the kept tokens, if they are wanted.
-        rounds: the round that it was, if the request is traced.
+        rounds: the round of the pass, if the request is traced.
     """
 
     request: Request
@@ -208,13 +210,14 @@ class Ending:
 
 @dataclass
 class Request:
-    """A live request. ``tokens`` is prompt and output; the last one is the root, whose KV is not written yet.
+    """A live request. ``tokens`` holds prompt and output; the last token is the root, whose KV is not written yet.
 
-    Invariant between rounds of a running request: ``committed == len(tokens) - 1``, the target's KV is valid on
-    ``[0, committed)``, and the draft's where ``head`` says.
+    Invariant between rounds of a running request: ``committed == len(tokens) - 1``, the target's KV is valid on ``[0,
+    committed)``, and the draft KV on the range that ``head`` has.
 
-    A prompt with ``n`` outputs has a request for each: ``request_id`` is the request's own, ``asked_id`` that of the
-    first one, which users know. The others wait until the first one has its first token, and share its pages.
+    A prompt with ``n`` outputs has one request for each. ``request_id`` is the request's own id, ``asked_id`` the id of
+    the first request, which users know. The other requests wait until the first has its first token, and share its
+    pages.
     """
 
     request_id: int
@@ -225,12 +228,12 @@ class Request:
     seed: int
     ending: Ending
     draws: Draws
-    spoken: OutputText | None  # None: without a tokenizer there is no text
-    prediction: list[int] = field(default_factory=list)  # tokens that its output is expected to hold
-    leader: Request | None = None  # the first one of a prompt's requests, where this is another
-    index: int = 0  # among them
-    arrival: int = 0  # among the scheduler's requests
-    started: float | None = None  # time when it was admitted first, on the performance counter
+    spoken: OutputText | None  # None without a tokenizer, since there is no text then
+    prediction: list[int] = field(default_factory=list)  # tokens that the output is expected to contain
+    leader: Request | None = None  # the first of the prompt's requests, if this is another one
+    index: int = 0  # number among the prompt's requests
+    arrival: int = 0  # number among the scheduler's requests
+    started: float | None = None  # time of the first admission, on the performance counter
 
     row: KvSequence | None = None  # row of the page table, while admitted
     committed: int = 0  # target KV valid on [0, committed)
@@ -245,10 +248,10 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: NonFiniteError | GrammarFailedError | None = None
-    logprobs: list[TokenLogprobs] | None = None  # scores of the output, where they are wanted
-    # Scores of the prompt's tokens so far, where they are wanted.
+    logprobs: list[TokenLogprobs] | None = None  # scores of the output, if the user wants them
+    # Scores of the prompt's tokens so far, if the user wants them.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    _last: float = 0.0  # when its last tokens came, where it is traced
+    _last: float = 0.0  # time of the last tokens, if the request is traced
 
     head: HeadState = field(default_factory=HeadState)
     draft_error: NonFiniteError | None = None  # the fault that ended drafting by the head, if a fault did
@@ -272,7 +275,7 @@ class Request:
         leader: Request | None = None,
         index: int = 0,
     ) -> Request:
-        """A request before its admission. Arguments were checked by ``LLM.add``."""
+        """Return a request before its admission. ``LLM.add`` has checked the arguments."""
         if leader is not None:
             seed = split(leader.seed, index)
         else:
@@ -325,7 +328,7 @@ class Request:
 
     @property
     def needs_sync(self) -> bool:
-        """True if the request's next round can begin only once the result of this round has been looked at."""
+        """True if the next round can begin only after the host has read this round's result."""
         return self.logprobs is not None or self.draws.varies
 
     @property
@@ -347,28 +350,27 @@ class Request:
 
     @property
     def produced(self) -> int:
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         return len(self.tokens) - self.prompt_len
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still be generated."""
+        """Number of tokens that may still be generated."""
         return self.ending.max_total - len(self.tokens)
 
     @property
     def max_depth(self) -> int:
-        """Deepest draft node that can still be used: a round of depth d yields at most d + 1 tokens."""
+        """Depth of the deepest draft node that can still be used: a round of depth d yields at most d + 1 tokens."""
         return max(min(self.remaining, self.draws.room) - 1, 0)
 
     @property
     def unscored(self) -> int:
-        """Positions of the prompt from 0 on whose logits are known or not wanted."""
+        """Number of the prompt's positions, from 0 on, whose logits are known or not wanted."""
         known = self.prompt_logprobs
         return self.prompt_len - 1 if known is None else len(known) - 1
 
     def scored_rows(self, count: int) -> range:
-        """Return which of the next ``count`` positions of prefill have logits that give log-probabilities of the
-        prompt."""
+        """Return which of the next ``count`` positions of prefill give wanted log-probabilities of the prompt."""
         return range(max(self.unscored - self.committed, 0), min(count, self.prompt_len - 1 - self.committed))
 
     def commit(
@@ -381,13 +383,19 @@ class Request:
         logprobs: Sequence[TokenLogprobs] = (),
         tree: DraftTree | None = None,
     ) -> Passed:
-        """Append what a prefill (``round_`` false) or a round drew, up to the first reason to stop.
+        """Append the tokens that a prefill or a round drew, up to the first reason to stop.
 
-        All of ``new`` but its last token are accepted draft tokens. With ``error`` all of it are: the token after them
-        could not be drawn, and the request ends there, unless it stops before. Where it is ``cut`` all of it are too,
-        and the token after them is to be drawn again. This is the only place that decides what
-        a request's output is; text, usage and the accepted-length histogram follow from what it keeps.
-        ``logprobs``: those of ``new``, where the request wants them. ``tree``: of the round, where it is traced.
+        This is the only place that decides a request's output; text, usage and the accepted-length histogram follow
+        from the tokens that it keeps.
+
+        Args:
+            new: the drawn tokens. All but the last are accepted draft tokens, and with ``error`` or ``cut`` also the
+                last.
+            round_: True for a round, False for a prefill.
+            error: reason why the token after ``new`` could not be drawn. The request ends there unless it stops before.
+            cut: True if the token after ``new`` is to be drawn again.
+            logprobs: scores of ``new``, if the request wants them.
+            tree: the round's tree, if the request is traced.
         """
         drafts = len(new) if error is not None or cut else len(new) - 1
         pieces: list[tuple[str, bool]] = []
@@ -434,7 +442,7 @@ class Request:
     def _traced(
         self, tree: DraftTree | None, kept: Sequence[int], drafts: int, pieces: Sequence[tuple[str, bool]]
     ) -> tuple[Round, ...]:
-        """Return the trace of a round whose commit kept these tokens, of so many drafts; nothing for a prefill."""
+        """Return the trace of a round that kept these tokens, after ``drafts`` accepted drafts; empty for a prefill."""
         last, self._last = self._last, time.perf_counter()
         if tree is None:
             return ()
@@ -444,28 +452,29 @@ class Request:
         return (Round(tree.tokens, tree.parents, accepted, own, seconds, *told),)
 
     def event(self, passed: Passed) -> StreamEvent:
-        """Return the event that tells the user of what a pass gave."""
+        """Return the event that reports a pass to the user."""
         output = self.output() if passed.finished else None
         kept, pieces = passed.tokens[: passed.kept], list(passed.pieces)
         return StreamEvent(self.asked_id, kept, pieces, output, self.index, passed.logprobs, passed.rounds)
 
     def abort(self) -> list[tuple[str, bool]]:
-        """End the request as the caller wishes; held text is released."""
+        """End the request early and return the held text, which is released."""
         self._finish(FinishReason.ABORT, None)
         pieces = self._flush(may_stop=False)
         self.text.extend(text for text, _ in pieces)
         return pieces
 
     def admit(self, row: KvSequence, shared: int, drafted: int) -> None:
-        """Begin, or begin again, with ``shared`` positions of target KV that the prefix cache has, and draft KV of the
-        first ``drafted`` of them. A head that reads requests from their beginning can follow one only where both are
-        equal."""
+        """Begin, or begin again, with ``shared`` cached positions, of which the first ``drafted`` have draft KV, too.
+
+        A head that reads requests from their beginning can follow the request only if both numbers are equal.
+        """
         self.row, self.committed = row, shared
         self.cached_tokens = min(shared, self.prompt_len)
         self.head.admit(shared, drafted)
 
     def give_up_drafts(self, sound: int, error: NonFiniteError | None = None) -> None:
-        """No drafts of the head from now on; ``sound`` positions of draft KV are sound."""
+        """Stop drafting with the head; the draft KV of the first ``sound`` positions is sound."""
         self.head.give_up(sound)
         self.draft_error = None if error is None else self._named(error)
 
@@ -478,7 +487,7 @@ class Request:
         return named
 
     def _named(self, error: NonFiniteError) -> NonFiniteError:
-        """An error of a pass as one of this request: by its id and position, not by rows of a batch."""
+        """Return a pass's error as an error of this request, with its id and position instead of rows of a batch."""
         position = len(self.tokens)
         text = f"request {self.asked_id}: {error.what}: {error.value} at position {position}, index {error.index}"
         named = NonFiniteError(text)
@@ -494,7 +503,8 @@ class Request:
         return self.produced >= self.params.min_tokens
 
     def _flush(self, may_stop: bool) -> list[tuple[str, bool]]:
-        """Release the held text. A stop string that ends in it ends the request, whatever else would have ended it."""
+        """Release the held text. If a stop string ends in it, that is why the request ended, before any other
+        reason."""
         if self.spoken is None:
             return []
         rest, hit = self.spoken.finish(may_stop)
@@ -540,6 +550,6 @@ class Request:
 
 
 def _count(histogram: list[int], value: int) -> None:
-    """Count one more of a value."""
+    """Count one more occurrence of ``value``."""
     histogram.extend([0] * (value + 1 - len(histogram)))
     histogram[value] += 1

@@ -1,6 +1,6 @@
 """The bytes that each token stands for, from a tokenizer's own table.
 
-Decoding an id alone would say less: bytes of an unfinished character come out as U+FFFD, and a leading space may
+Decoding a single id would lose information: bytes of an unfinished character become U+FFFD, and a leading space may
 vanish.
 """
 
@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # the library takes a sign, too
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # the library accepts a sign, too
 
 
 class TokenTable:
-    """Bytes of a tokenizer's tokens, by id.
+    """The bytes of a tokenizer's tokens, by id.
 
-    The decoder says how tokens are written: in the byte-level alphabet; with ``<0x..>`` for bytes; with a mark for a
-    space; or with a prefix for what goes on within a word. Added tokens are no exception. A token's bytes are those
-    that it has within a text, so a first token's space, which a decoder may strip, is among them.
+    The decoder tells how tokens are written: in the byte-level alphabet; with ``<0x..>`` for bytes; with a mark for a
+    space; or with a prefix for a continuation within a word. The same holds for added tokens. A token's bytes are the
+    bytes that it has within a text, so they include a leading space, although a decoder may strip that at the beginning
+    of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -37,7 +38,7 @@ class TokenTable:
         self._known: dict[int, bytes] = {}
 
     def __call__(self, token: int) -> bytes:
-        """Return the bytes of a token; none where the tokenizer lacks it (a model may have more rows than that)."""
+        """Return the bytes of a token; none if the tokenizer lacks it, since a model may have more rows."""
         found = self._known.get(token)
         if found is None:
             found = self._known[token] = self._spelled(token)
@@ -59,13 +60,13 @@ class TokenTable:
 
 
 def byte_of(token: str) -> bytes | None:
-    """The byte that a token as ``<0x0A>`` stands for; ``None`` where it is another kind of token."""
+    """Return the byte that a token such as ``<0x0A>`` stands for; ``None`` for another kind of token."""
     found = _BYTE.fullmatch(token)
     return bytes([int(found[1], 16)]) if found else None
 
 
 def decoder_parts(tokenizer: Tokenizer) -> list[dict[str, Any]] | None:
-    """The decoders of a tokenizer, first to last, as ``tokenizer.json`` has them; ``None`` where there is none."""
+    """Return the decoders of a tokenizer, first to last, as in ``tokenizer.json``; ``None`` if there are none."""
     if tokenizer.decoder is None:
         return None
     return _flat(json.loads(tokenizer.decoder.__getstate__()))
@@ -84,5 +85,5 @@ def _byte_level() -> dict[str, int]:
 
 
 BYTE_LEVEL = _byte_level()
-"""The byte of each letter of the byte-level alphabet: printable bytes of Latin-1 stand for themselves, the others, in
-order, for the characters from U+0100 on."""
+"""The byte of each letter of the byte-level alphabet. Letters for printable bytes of Latin-1 are these characters
+themselves; the letters for the other bytes, in order, are the characters from U+0100 on."""

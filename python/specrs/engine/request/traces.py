@@ -1,7 +1,8 @@
-"""A round's drafts for one request and their fate, told to a user who asked for them (`SamplingParams.trace`).
+"""The traces of rounds: a round's drafts for one request and their fate, for users that ask for them
+(`SamplingParams.trace`).
 
-Nodes are kept in arrays: 8 bytes a node, 16 where several sources draft. A round emits a token at
-least, so of a request that nobody reads, traces hold at most ``max_tokens`` trees of as many nodes as rounds verify.
+Nodes are kept in arrays: 8 bytes a node, or 16 if several sources draft. A round emits at least one token. So the
+unread traces of a request hold at most ``max_tokens`` trees of as many nodes as a round verifies.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftTree:
-    """A tree that a round verified, of one request.
+    """A tree that a round verified for one request.
 
     Attributes:
-        tokens: token of each node; node 0, the root, is the request's last token of before.
-        parents: parent of each node, -1 for the root; parents stand before their children.
-        path: nodes of the accepted path behind the root, in order.
+        tokens: token of each node; node 0, the root, is the request's last token before the round.
+        parents: parent of each node, -1 for the root; parents come before their children.
+        path: nodes of the accepted path after the root, in order.
         sources: names of the sources that drafted.
-        proposed: sources that proposed each node: a bit each, the first name's is 1; empty where there is one name.
+        proposed: sources that proposed each node, one bit each: bit 0 is the first name's; empty if there is one name.
     """
 
     tokens: Sequence[int]
@@ -40,7 +41,7 @@ class DraftTree:
         cls, tokens: Sequence[int], parents: Sequence[int], path: Sequence[int], sources: Sequence[str] = (),
         proposed: Sequence[int] = (),
     ) -> DraftTree:  # fmt: skip
-        """A tree in as little memory as it takes. path: with its root."""
+        """Return a tree in as little memory as it needs; ``path`` includes the root."""
         if len(tokens) == 1:
             sources, proposed = (), ()
         elif len(sources) < 2:
@@ -55,20 +56,20 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class Round:
-    """One round of a request, as `StreamEvent.rounds` has it.
+    """One round of a request, an element of `StreamEvent.rounds`.
 
     Attributes:
-        tokens, parents: token and parent of each node of the tree that was verified, root first; a root alone where
-            nothing was drafted.
-        accepted: nodes of the path whose tokens became output, in order, without the root; nodes behind a stop do not
+        tokens, parents: token and parent of each node of the verified tree, root first; a root alone if nothing was
+            drafted.
+        accepted: nodes of the path whose tokens became output, in order, without the root; nodes after a stop do not
             count, as in `RequestOutput.drafted`.
-        own: the token behind them that the target drew itself; ``None`` where the output ended before it, or where it
-            is to be drawn again (``bad_words``).
-        seconds: time since the request's tokens before these came, other work of the engine included.
-        sources: names of the sources that drafted, as `LLM` has them (``drafters``); ``"grammar"`` for tokens that a
-            grammar forces.
-        proposed: sources that proposed each node: a bit each, the first name's is 1; empty where there is one name.
-        pieces: the text that it released, as `StreamEvent.pieces`.
+        own: the token after the accepted ones, which the target drew itself; ``None`` if the output ended before it, or
+            if it is to be drawn again (``bad_words``).
+        seconds: time since the request's previous tokens, including other work of the engine.
+        sources: names of the sources that drafted, as in `LLM` (``drafters``); ``"grammar"`` for tokens that a grammar
+            forces.
+        proposed: sources that proposed each node, one bit each: bit 0 is the first name's; empty if there is one name.
+        pieces: the text that the round released, as in `StreamEvent.pieces`.
     """
 
     tokens: Sequence[int]
@@ -82,18 +83,23 @@ class Round:
 
     @property
     def emitted(self) -> int:
-        """Tokens that the output gained."""
+        """Number of tokens that the output gained."""
         return len(self.accepted) + (self.own is not None)
 
     @property
     def drafted(self) -> int:
-        """Draft tokens that the target verified."""
+        """Number of draft tokens that the target verified."""
         return len(self.tokens) - 1
 
 
 def trees_of(trees: TreeBatch, wanted: Sequence[int], paths: Sequence[Sequence[int]], source: str) -> list[DraftTree]:
-    """Return the trees of some requests of a batch, which one source drafted. paths: of all requests, with their
-    roots."""
+    """Return the trees of some requests of a batch, which one source drafted.
+
+    Args:
+        wanted: rows of these requests.
+        paths: accepted paths of all requests, with their roots.
+        source: name of the source.
+    """
     tokens, parents = from_dlpack(trees.tokens), from_dlpack(trees.parents)
     firsts = [0]
     for size in trees.sizes:

@@ -1,8 +1,8 @@
 """The device's part of a step, behind two protocols. The round's logic (`runner`, `head`) computes on no tensor.
 
 The logic picks requests, takes pages, has an `Executor` run passes, and commits the results to the requests. An
-executor is one device: models, caches, the planner, and all memory that passes need. `devices.host` has the executor
-of the CPU, `devices.cuda` the executor of a GPU.
+executor stands for one device: it has the models, the caches, the planner, and all memory that passes need.
+`devices.host` has the executor of the CPU, `devices.cuda` the executor of a GPU.
 
 A call may return before the device is done. Reading a result may wait for the device, so the logic reads as late as it
 can: it reads nothing of a round's drafts before the target has been told to verify them, unless a cost model goes by
@@ -135,7 +135,7 @@ class DraftExecutor(Protocol):
         """Draft a tree for each request of the batch, up to the request's depth.
 
         A request with depth 0 or without a root gets a tree of its last token alone. With ``deepen`` the result is
-        `Watched`. Without, nobody looks on, and the device takes every step that a depth needs.
+        `Watched`. Without ``deepen`` nobody looks on, and the device takes every step that a depth needs.
         """
 
     def cut(self, drafted: Watched, least: float) -> Watched:
@@ -174,7 +174,8 @@ class Executor(Protocol):
         """True if all passes of a round are launched together, so that trees are decided before it."""
 
     def policy(self, pages: Pages) -> TreePolicy:
-        """Measure passes on this device, and return what picks trees by these times. For engines that draft."""
+        """Measure passes on this device, for an engine that drafts, and return the policy that picks trees by these
+        times."""
 
     def copy(self, moves: Moves) -> None:
         """Copy KV from slot to slot, in every cache."""

@@ -65,7 +65,7 @@ class Flight:
         return len(self.requests) == len(requests) and all(one is other for one, other in pairs)
 
     def batch(self) -> tuple[Batch, list[int]]:
-        """The requests that the next collected round gives results for, as they are now, and their rows."""
+        """Return the requests that get results from the next collected round, as they are now, and their rows."""
         rows = [i for i in range(len(self.requests)) if i not in self.dropped]
         return Batch([self.requests[i] for i in rows]), rows
 
@@ -81,7 +81,7 @@ class Flight:
             for i, (r, n) in each
         ]
 
-    # -- ahead of the host: nothing of this happens on a device that plans every round by the results of the last ------
+    # -- ahead of the host: not used on a device that plans every round by the results of the last one -----------------
 
     def launch_ahead(self, executor: Executor, drafting: Drafting, stays: bool) -> None:
         """Launch rounds behind the last one if possible.

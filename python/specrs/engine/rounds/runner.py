@@ -114,7 +114,7 @@ class Runner:
         self.drafting.forget(request)
 
     def _complete(self, r: Request) -> None:
-        """Write the last entries of draft KV if they complete a page that a later request would go on from."""
+        """Write the last entries of draft KV if they complete a page from which a later request can go on."""
         page, head = self.config.page_size, self.head
         if head is None or not self.config.prefix_cache or not r.head.followed or r.head.unkept or r.error is not None:
             return
@@ -244,7 +244,7 @@ class Runner:
             self.warn()
 
     def draft_bytes(self) -> int:
-        """Bytes of memory that the sources of drafts say they hold."""
+        """Return the bytes of memory that the sources of drafts report to hold."""
         return 0 if self.drafting.gathering is None else self.drafting.gathering.sources.bytes()
 
     def warn(self) -> None:
@@ -380,7 +380,7 @@ class Runner:
             lease.commit(lens)
             self._flight = None
         flight.lens, flight.collected = lens, flight.collected + 1
-        # No request has changed up to here. From here to the head's features, nothing calls what may fail.
+        # No request has changed up to here. From here to the head's features, nothing is called that can fail.
         for error, sound in verified.faults:
             flight.closed = True  # a new round has to begin without drafts of this request
             if batch.requests[error.request].head.followed:  # rounds in flight report the same fault again
@@ -408,7 +408,7 @@ class Runner:
         return passed
 
     def _run_head(self, head: Head, flight: Flight, batch: Batch, rows: Sequence[int]) -> None:
-        """Run the head over what those kept that it drafted for, so that the next round can draft at once."""
+        """Run the head over new tokens of the requests that it drafted for, so that the next round drafts at once."""
         if flight.plan.head is not None:
             drew = [r for r, row in zip(batch, rows, strict=True) if flight.plan.head[row] and r.finish_reason is None]
             head.extend(drew)
