@@ -159,8 +159,10 @@ class TreePolicy:
         return least <= account.request.left and price <= account.engine.left * batch and price < remaining / 2
 
     def wait(self, account: Account, batch: int, produced: int, lag: int | None) -> float:
-        """Return the plain rounds until a request can pay for catching up and for its share of a round with drafts; 0 if
-        it can pay now."""
+        """Return the plain rounds until a request can pay for catching up and for its share of a round with drafts.
+
+        The result is 0 if it can pay now.
+        """
         short = self.resuming(lag, batch) + self.least_loss(batch, batch) - account.room(produced, batch)
         return max(short, 0.0) / RATE
 

@@ -16,14 +16,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from torch.utils.dlpack import from_dlpack
-
 from specrs._specrs import DraftCalibration, DraftProposal, MergedDrafts, TreeBatch, choose_drafts
 from specrs.engine.drafting.budget import Account
 from specrs.engine.drafting.chooser import Share, TreePolicy
 from specrs.engine.drafting.costs import HOSTED, Costs
 from specrs.engine.drafting.sources import GRAMMAR, HEAD, DraftSession, Sources
-from specrs.engine.drafting.trees import VerifiedTrees
+from specrs.engine.drafting.trees import VerifiedTrees, head_proposals
 from specrs.engine.drafting.worth import SourceWorth
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.grammars import Grammars
@@ -32,7 +30,7 @@ from specrs.engine.request.request import Passed, Request
 LIKELIEST = 8
 """Next tokens of a verified node that sources which observe are told."""
 
-_DECILES = 10  # calibration classes of the head's nodes
+_POOR = 8  # rounds until a request that cannot pay is looked at again, which takes 1% of a plain round
 
 Said = list[DraftProposal | None]
 """What was proposed for a request: an entry for each of `Gathering.names`."""
@@ -129,6 +127,7 @@ class Gathering:
         self._account_of: Callable[[Request], Account] | None = None
         self._answers: dict[int, _Answer] = {}  # to the last `ask`, by request
         self._round = 0  # calls of `ask`
+        self._wakes: dict[int, int] = {}  # round from which on a request that could not pay may pay again
 
     def price(self, costs: Costs, account: Callable[[Request], Account]) -> None:
         """From now on a cost model decides what is asked and verified, and a request's account pays for it."""
@@ -146,10 +145,14 @@ class Gathering:
             self._settle(answer)
         self._answers.clear()
         self._round += 1
+        for r in batch.requests:  # a loop, since most rounds of requests that cannot pay end here
+            if self._wakes.get(r.request_id, 0) <= self._round or r.draws.grammar is not None:
+                break
+        else:
+            return None
         spare /= len(batch)
         due = self._due(len(batch), spare)
-        forces = self.grammars is not None and any(r.draws.grammar is not None for r in batch.requests)
-        if not due and not forces:
+        if not due and all(r.draws.grammar is None for r in batch.requests):
             return None
         answers = [self._answer(r, due, len(batch), spare) for r in batch]
         self._answers = {answer.request.request_id: answer for answer in answers if answer.took or any(answer.said)}
@@ -177,6 +180,8 @@ class Gathering:
         if depth < 1 or not r.params.speculative:
             return answer
         answer.said[-1] = self._forced(r, min(depth, self._nodes - 1))
+        if not due or self._wakes.get(r.request_id, 0) > self._round:
+            return answer
         left, sessions = self._affordable(r, batch) + spare, list[DraftSession]()
         for source in due:
             worth = self._worth[source]
@@ -187,6 +192,8 @@ class Gathering:
             started = time.perf_counter()
             answer.said[source] = sessions[source].propose(r.tokens, self._nodes - 1, depth, self.sources.vocab_size)
             answer.took[source] = time.perf_counter() - started
+        if not answer.took:
+            self._wakes[r.request_id] = self._round + _POOR
         return answer
 
     def _sessions(self, r: Request, batch: int) -> list[DraftSession]:
@@ -358,23 +365,11 @@ class Gathering:
         answer = self._answers.pop(r.request_id, None)
         if answer is not None:
             self._settle(answer)
+        self._wakes.pop(r.request_id, None)
         self.sources.forget(r)
 
     def close(self) -> None:
         """Every request has ended."""
         self._answers.clear()
+        self._wakes.clear()
         self.sources.close()
-
-
-def head_proposals(trees: TreeBatch) -> list[DraftProposal | None]:
-    """The head's trees as proposals: a node's probability is what it adds to its parent's."""
-    arrays = [from_dlpack(a).tolist() for a in (trees.parents, trees.tokens, trees.scores)]
-    proposals: list[DraftProposal | None] = []
-    first = 0
-    for size in trees.sizes:
-        parents, tokens, scores = (array[first : first + size] for array in arrays)
-        first += size
-        probs = [min(max(math.exp(s - scores[p]), 1e-6), 1.0) for s, p in zip(scores[1:], parents[1:], strict=True)]
-        buckets = [min(int(p * _DECILES), _DECILES - 1) for p in probs]
-        proposals.append(DraftProposal([p - 1 for p in parents[1:]], tokens[1:], probs, buckets) if probs else None)
-    return proposals

@@ -1,4 +1,4 @@
-"""Trees that a device makes of the head's drafts and the host's, and whose nodes were accepted in them.
+"""The head's trees beside those of the host: as proposals, and united by a device.
 
 `DraftExecutor.unite` asks for a round with such trees. The device finds out which nodes both have, and tells whose each
 is (`VerifiedTrees.origins`). Whoever has a node has its parent too.
@@ -6,19 +6,21 @@ is (`VerifiedTrees.origins`). Whoever has a node has its parent too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Protocol
 
 from torch.utils.dlpack import from_dlpack
 
-from specrs._specrs import Accepts, MergedDrafts, TreeBatch
+from specrs._specrs import Accepts, DraftProposal, MergedDrafts, TreeBatch
 from specrs.engine.drafting.chooser import Share
 from specrs.engine.drafting.sources import HEAD
 from specrs.engine.request.request import Passed
 from specrs.engine.request.traces import DraftTree
 
 _HEADS, _HOSTS = 1, 2  # bits of an origin
+_DECILES = 10  # calibration classes of the head's nodes
 
 
 class VerifiedTrees(Protocol):
@@ -96,3 +98,17 @@ def traced(
             masks[node] = head * (origin & _HEADS) | (sources[hosts[node]] if hosts[node] else 0)
         found.append(DraftTree.of(own_tokens, own_parents, paths[i], names, masks))
     return found
+
+
+def head_proposals(trees: TreeBatch) -> list[DraftProposal | None]:
+    """The head's trees as proposals: a node's probability is what it adds to its parent's."""
+    arrays = [from_dlpack(a).tolist() for a in (trees.parents, trees.tokens, trees.scores)]
+    proposals: list[DraftProposal | None] = []
+    first = 0
+    for size in trees.sizes:
+        parents, tokens, scores = (array[first : first + size] for array in arrays)
+        first += size
+        probs = [min(max(math.exp(s - scores[p]), 1e-6), 1.0) for s, p in zip(scores[1:], parents[1:], strict=True)]
+        buckets = [min(int(p * _DECILES), _DECILES - 1) for p in probs]
+        proposals.append(DraftProposal([p - 1 for p in parents[1:]], tokens[1:], probs, buckets) if probs else None)
+    return proposals
