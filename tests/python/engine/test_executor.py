@@ -117,6 +117,7 @@ class DeviceDrafts:
 
     host: Any
     log: list[str]
+    splits: ClassVar[bool] = True
     unites: ClassVar[bool] = False
 
     @property
