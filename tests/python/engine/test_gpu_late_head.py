@@ -49,14 +49,14 @@ class Run:
     def __init__(self, llm: LLM, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
         self.llm, self.seen, self.recalled = llm, list[tuple[Seen, int]](), 0
         drafting: Any = llm._runner.drafting
-        policy, observe = drafting.speculation.policy, drafting.observe
+        policy, observe = drafting.policy, drafting.observe
         drafts: Any = llm._runner.executor.drafts
         enter = drafts._enter
         policy.tail = TAIL
         monkeypatch.setattr(policy, "follows", lambda *_: True)
         monkeypatch.setattr(policy, "wait", lambda *_: rng.choice([0.0, 0.0, 1.0, 4.0, 9.0]))
-        monkeypatch.setattr(policy, "drafting", lambda rooms: [room > -math.inf for room in rooms])
-        monkeypatch.setattr(drafting.speculation, "stays", lambda *_: rng.random() < 0.7)
+        monkeypatch.setattr(policy, "lacking", lambda rooms: [0.0 if room > -math.inf else math.inf for room in rooms])
+        monkeypatch.setattr(drafting, "stays", lambda *_: rng.random() < 0.7)
         from_dlpack(drafts.cache.tensor).fill_(math.nan)
 
         def observed(outcome: RoundOutcome) -> None:
@@ -64,9 +64,9 @@ class Run:
                 trees = trees_of(outcome.verified.trees, outcome.verified.accepts)
                 for p, (tree, path, drawn) in zip(outcome.passed, trees, strict=True):
                     if len(tree.tokens) > 1:
-                        before = p.request.tokens[: len(p.request.tokens) - p.committed.kept]
+                        before = p.request.tokens[: len(p.request.tokens) - p.kept]
                         seen = Seen(p.request.request_id, before, max(tree.depths), tree, path, drawn)
-                        self.seen.append((seen, p.request.draft_from))
+                        self.seen.append((seen, p.request.head.first))
             observe(outcome)
 
         def entered(enters: Any, each: Any, recalls: bool) -> None:
