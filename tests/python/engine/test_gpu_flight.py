@@ -233,7 +233,7 @@ def test_the_heads_passes_over_a_prompt_wait_for_nothing(pair: Pair, monkeypatch
         monkeypatch.setattr(CudaDrafts, name, run)
 
     prompt, params = [1, 2, 3] * 20, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    with engine(pair, "tree", max_batch=2) as llm:
+    with engine(pair, "tree", max_batch=2, prefill_chunk=24) as llm:
         want = llm.generate([prompt], params)[0].token_ids
         count("write")
         count("extend")
