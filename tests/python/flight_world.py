@@ -493,7 +493,6 @@ class Device(HostExecutor):
 class DeviceDrafts(HostDrafts):
     """The head's passes; roots stay on the device."""
 
-
     def __init__(self, device: Device, head: Any, cache: Any, config: Any) -> None:
         super().__init__(head, cache, device.planner, config, device.target.config.vocab_size)
         self._device = device

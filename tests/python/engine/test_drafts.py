@@ -18,6 +18,10 @@ from drafts_world import VOCAB, agree, head_for, reference, watched
 from modelzoo import Pair, write_target
 from specrs._specrs import DraftNodes
 from specrs.engine.drafting.chooser import TreeChoice
+from specrs.engine.drafting.plans import RoundPlan
+from specrs.engine.request.batch import Batch
+from specrs.engine.request.request import Passed, Request
+from specrs.engine.rounds.runner import Runner
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +49,12 @@ def check_shape(pair: Pair, shape: tuple[int, int, int], page_size: int) -> None
         run.add(prompt(i, length), 8)
     run.finish()
     agree(reference(pair, shape), run.rounds)
+
+
+def plainly(runner: Runner, reqs: Sequence[Request]) -> list[Passed]:
+    """A round without drafts."""
+    batch = Batch(reqs)
+    return runner._advance(runner._launch(batch, RoundPlan(batch)))
 
 
 @pytest.mark.parametrize(("shape", "page_size"), [(shape, PAGES[i % 3]) for i, shape in enumerate(SHAPES)], ids=str)
@@ -203,7 +213,7 @@ def test_features_that_wait_at_a_preemption_are_computed_again(pair: Pair, monke
     for i in range(2):
         run.add(prompt(i, 10 + 3 * i), 16)
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "round", lambda reqs, stays: runner.decode(reqs))
+        patch.setattr(runner, "round", lambda reqs, stays: plainly(runner, reqs))
         for _ in range(6):
             run.step()
     last = scheduler._admitted[-1]
@@ -253,7 +263,9 @@ def test_plain_rounds_in_between(pair: Pair, shape: tuple[int, int, int], monkey
     whole, plain = runner.round, [0, 1, 3, 0, lag, 0, 0, 2] + [rng.randrange(4) for _ in range(6)]
     left = iter([kind for n in plain for kind in [False] * n + [True]])
 
-    monkeypatch.setattr(runner, "round", lambda reqs, stays: (whole if next(left, False) else runner.decode)(reqs))
+    monkeypatch.setattr(
+        runner, "round", lambda reqs, stays: whole(reqs) if next(left, False) else plainly(runner, reqs)
+    )
     run.add(prompt(0, 6), lag + 50)
     run.add(prompt(1, 7), 70)
     run.finish()

@@ -188,11 +188,6 @@ class Runner:
         self._collect_flight(self._flight)  # frees the pages that were leased for later rounds
         return self.pages.lease(batch, counts)
 
-    def decode(self, reqs: Sequence[Request]) -> list[Passed]:
-        """Decode one token for each request, without drafts."""
-        batch = Batch(reqs)
-        return self.collect() or self._advance(self._launch(batch, RoundPlan(batch)))
-
     def round(self, reqs: Sequence[Request], stays: bool = True) -> list[Passed]:
         """Draft a tree for each request, verify it, and commit the accepted tokens.
 
