@@ -87,7 +87,7 @@ class Alone(SimpleNamespace):
 
 
 def request(i: int, tokens: int = 256) -> Any:
-    head = SimpleNamespace(followed=True, root=object(), lag=0, end=9, shared=10)
+    head = SimpleNamespace(followed=True, ready=True, root=object(), lag=0, end=9, first=0, shared=10)
     return Alone(
         request_id=i, tokens=[1] * 10, prompt_len=10, remaining=tokens, error=None, prefill_target=10, committed=10,
         finish_reason=None, params=SimpleNamespace(temperature=0.0), drafting_rounds=0, head=head, max_depth=99,
@@ -104,6 +104,7 @@ def planned(speculation: Launched, r: Any) -> Any:
     """The plan of a round in which the head drafts for a request."""
     plan = speculation.plan(Side([r]))  # type: ignore[arg-type]
     assert plan.head == [True]
+    speculation.start(plan)
     return plan
 
 
@@ -121,6 +122,7 @@ def run(
         r.tokens, r.remaining = [*r.tokens, 1], r.remaining - 1
         speculation.ended(plan, [gave(r, 1)], plain)
         return 1, 0
+    speculation.start(plan)
     levels = plan.levels
     accepted = 0
     while accepted < levels and rng.random() < chance:
@@ -209,10 +211,10 @@ def crowd(size: int, chances: Sequence[float], clock: list[float]) -> list[float
         plan = speculation.plan(Side(live))  # type: ignore[arg-type]
         drafting, levels, sizes = plan.head or [False] * len(live), 0, list[int]()
         if plan.head is not None:
+            speculation.start(plan)
             levels = plan.levels
             sizes = [most_nodes(SHAPE, levels) if drafts else 1 for drafts in drafting]
             entering = sum(drafts and not r.entered for r, drafts in zip(live, drafting, strict=True))
-            plan.resumes = entering > 0
             seconds = 3e-4 * (sum(sizes) - 1) + PLAIN_SECONDS + EXTEND + STEP * (levels - 1) + 0.2 * entering
         else:
             seconds = PLAIN_SECONDS
@@ -264,9 +266,7 @@ def test_a_requests_first_round_makes_no_other_look_dear(clock: list[float]) -> 
     speculation, rng = tree(), random.Random(8)
     for i in range(30):
         r = request(i)
-        r.head.root, r.head.lag = None, 1
         run(speculation, r, 0.9, rng, clock, beside=3 * PLAIN_SECONDS)
-        r.head.root, r.head.lag = object(), 0
         while r.remaining > 0:
             run(speculation, r, 0.9, rng, clock)
         speculation.forget(r)

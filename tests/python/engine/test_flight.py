@@ -541,3 +541,27 @@ def test_requests_that_stop_drafting_fly_on_and_come_back(
         check(world, job, run(llm, job))
         idle(llm)
     assert device.ahead > 10 and device.recalled > 20
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_requests_draft_on_after_a_flight_was_given_up(
+    world: World, level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The roots of the flight are gone; the head runs over the last positions again."""
+    device = Told(level=level)
+    llm = flying(world.target, world.draft, monkeypatch, device, **options_of("chain", 4))
+    ids = [llm.add([3, 4, i], SamplingParams(max_tokens=60, ignore_eos=True)) for i in (5, 6)]
+    steps, outputs = 0, dict[int, RequestOutput]()
+    while llm.unfinished:
+        steps += 1
+        if steps in (6, 9):
+            llm._runner.abandon()
+        for event in llm.step():
+            if event.output is not None:
+                outputs[event.request_id] = event.output
+    for i in ids:
+        assert outputs[i].drafting_rounds >= outputs[i].rounds - 3, (outputs[i].drafting_rounds, outputs[i].rounds)
+    wanted = world.plain.generate([[3, 4, 5], [3, 4, 6]], SamplingParams(max_tokens=60, ignore_eos=True))
+    assert [outputs[i].token_ids for i in ids] == [w.token_ids for w in wanted]
+    assert device.recalled > 0
+    idle(llm)

@@ -372,3 +372,20 @@ def test_an_interrupt_in_a_drafter_leaves_the_heads_books_right(pair: Pair) -> N
             assert r.committed == len(r.tokens) - 1 and r.head.lag == 0 and r.head.root is not None
     assert interrupted == 1 and out is not None and out.token_ids == want.token_ids
     assert out.draft_error is None
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_a_head_that_may_begin_anywhere_is_not_given_up_for_what_waits(
+    pair: Pair, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the last positions are kept, as pages allow, however long a request decodes plainly."""
+    llm = LLM(pair.target, pair.draft, page_size=page_size, max_context_len=512)
+    decide(monkeypatch, llm, True)
+    llm.add(PROMPT, SamplingParams(max_tokens=300, ignore_eos=True))
+    most = 0
+    while llm.unfinished:
+        llm.step()
+        for r in llm._scheduler._admitted:
+            assert r.head.followed or r.remaining < 5  # near its end it waits for no more drafts
+            most = max(most, r.head.lag)
+    assert 32 < most <= 64 + page_size

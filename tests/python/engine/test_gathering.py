@@ -11,7 +11,7 @@ import pytest
 
 import specrs.engine.drafting.gathering as gathering_module
 from gathering_world import VOCAB, Clock, Foretells, text, world
-from specrs import LLM
+from specrs import LLM, SamplingParams
 from specrs.drafters import DraftRequest, Proposal
 from specrs.engine.request.batch import Batch
 
@@ -236,3 +236,11 @@ def test_a_dear_source_does_not_make_a_cheap_one_look_dear(monkeypatch: pytest.M
     for one in texts:
         w.run([one])
     assert len(dear.asked) <= 12 and len(cheap.asked) > 200, (len(dear.asked), len(cheap.asked))
+
+
+@pytest.mark.parametrize("drafters", [["head", "suffix"], ["suffix"]])
+def test_requests_that_have_ended_leave_no_account(drafters: list[str]) -> None:
+    """The last asking is paid as a request ends, and opens no account again."""
+    with LLM(drafters=drafters, max_batch=2) as llm:
+        llm.generate(["a b c a b c a b c"] * 4, SamplingParams(max_tokens=24, ignore_eos=True))
+        assert not llm._runner.drafting._accounts

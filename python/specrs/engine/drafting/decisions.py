@@ -97,7 +97,7 @@ class Drafting:
             return
         ready = [r for r in batch if r.head.followed and r.ready]
         for r in ready:
-            price = policy.entering(r.head.end - r.head.first, self._batch, len(ready))
+            price = policy.entering(r.head.end - max(r.head.first, r.head.shared), self._batch, len(ready))
             self.account(r).engine.pay(price / self._batch)
 
     def completes(self, request: Request) -> bool:
@@ -117,11 +117,11 @@ class Drafting:
 
     def forget(self, request: Request) -> None:
         """Forget a request that has ended."""
+        if self.gathering is not None:
+            self.gathering.forget(request)  # may pay
         account = self._accounts.pop(request.request_id, None)
         if account is not None:
             account.room(request.produced, self._batch)
-        if self.gathering is not None:
-            self.gathering.forget(request)
 
     # -- before a round -----------------------------------------------------------------------------------------
 
@@ -129,20 +129,30 @@ class Drafting:
         """Decide which sources' drafts the next round of a batch verifies."""
         proposals = None if self.gathering is None else self.gathering.ask(batch)
         plan = RoundPlan(batch, proposals)
+        if len(batch) != self._batch:  # what a round costs each of its requests is another share now
+            for r in batch:
+                if (account := self._accounts.get(r.request_id)) is not None:
+                    account.wakes = 0.0
         if self._has_head and self._awake(batch.requests):
-            head = [d and r.draws.room > 1 for r, d in zip(batch, self._able(batch), strict=True)]
+            able = zip(batch, self._able(batch), strict=True)
+            head = [d and r.head.ready and r.draws.room > 1 for r, d in able]
             plan.head = head if any(head) else None
         if self.gathering is not None and proposals is not None and proposals.pays:
             if plan.head is not None and self._prefers_others(batch, plan.head, proposals):
                 plan.head = None
             if plan.head is None:
                 plan.trees = self.gathering.trees_of(proposals)
-        if plan.head is not None and self.policy is not None:
-            self._resume(plan, self.policy)
-            plan.limit = self._limit(batch, plan.head, self.policy)
-            if self.launched:
-                plan.levels = self._best(batch, plan.head, self.policy)[0]
         return plan
+
+    def start(self, plan: RoundPlan) -> None:
+        """Let a round begin, now that its pages are leased: pay for what the head has to catch up with, and settle how
+        far it drafts."""
+        if plan.head is None or (policy := self.policy) is None:
+            return
+        self._resume(plan, policy)
+        plan.limit = self._limit(plan.batch, plan.head, policy)
+        if self.launched:
+            plan.levels = self._best(plan.batch, plan.head, policy)[0]
 
     def _awake(self, requests: Sequence[Request]) -> bool:
         """Return whether any request may draft in the next round.
@@ -191,10 +201,9 @@ class Drafting:
         """Pay for the features that the head has to run over before the round."""
         size = len(plan.batch)
         for r in plan.drafting:
+            plan.resumes |= r.head.root is None or r.drafting_rounds == 0
             if r.head.root is None:
-                lag = self._lag(r)
-                self.account(r).pay(policy.resuming(lag, size), size)
-                plan.resumes = True
+                self.account(r).pay(policy.resuming(self._lag(r), size), size)
 
     def _limit(self, batch: Batch, head: Sequence[bool], policy: TreePolicy) -> float:
         size = len(batch)
@@ -214,7 +223,7 @@ class Drafting:
         rate = sum(gains) / len(gains) * len(batch) / policy.costs.plain(len(batch))
         if others.rate <= rate:
             return False
-        return not self.launched or others.rate > self._united_rates(batch, head, others, policy)[1]
+        return not self.launched or others.rate > self._united_rates(batch, head, others, policy)[self.unites]
 
     def joins_others(self, batch: Batch, head: Sequence[bool], others: Proposals) -> bool:
         """Return whether the head's and other sources' drafts together yield more tokens a second than the head's
@@ -268,15 +277,13 @@ class Drafting:
     def stays(self, plan: RoundPlan, batch: Batch) -> bool:
         """Return whether the next round would get the same plan, decided before the present round's outcome is
         known."""
-        if (policy := self.policy) is None:
-            return True
         head = plan.head or [False] * len(plan.batch)
         idle = [r for r, drafts in zip(plan.batch, head, strict=True) if not drafts and r.finish_reason is None]
         if self._has_head and self._awake(idle):
             return False  # a request that does not draft may do so in the next round
-        if plan.head is None:
+        if plan.head is None or (policy := self.policy) is None:
             return True
-        size, drew = len(batch), [r for r, drafts in zip(batch, plan.head, strict=False) if drafts]
+        size, drew = len(batch), [r for r, drafts in zip(batch, plan.head, strict=True) if drafts]
         least = policy.least_loss(size, max(len(drew), 1))
         if any(self.account(r).room(r.produced, size) < least for r in drew):
             return False
@@ -310,8 +317,6 @@ class Drafting:
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a round, and charge its cost."""
         plan, passed = outcome.plan, outcome.passed
-        if self.gathering is not None:
-            self.gathering.watch([p.request for p in passed], outcome.verified)
         sizes = [1] * len(passed)
         if plan.drafts:
             made = plan.trees is not None and not plan.united
@@ -325,6 +330,8 @@ class Drafting:
             if not any(p.request.error is not None for p in passed):  # a walk cut short says nothing of drafts
                 self._observe_head(outcome, self.policy, heads)
         self._batch = len(passed)
+        if self.gathering is not None:  # last, because a user's code may be interrupted
+            self.gathering.watch([p.request for p in passed], outcome.verified)
 
     def _observe_sources(self, outcome: RoundOutcome) -> list[Share] | None:
         """Report the round to the other sources if they drafted.
@@ -349,6 +356,10 @@ class Drafting:
     def _observe_costs(self, outcome: RoundOutcome, policy: TreePolicy) -> None:
         """Learn the time of such rounds."""
         plan, costs, size = outcome.plan, policy.costs, len(outcome.passed)
+        resumes, plan.resumes = (
+            plan.resumes,
+            False,
+        )  # only in a plan's first round the head catches up, or reads a prompt
         if outcome.verified.cold:
             return
         if (seconds := outcome.verified.seconds) is not None:
@@ -361,9 +372,8 @@ class Drafting:
             kind, passes = SPECULATIVE, self._passes(outcome, policy) - costs.overhead.at(SPECULATIVE)
         else:
             return  # a round with drafts of both is not comparable with others
-        if not plan.resumes:
+        if not resumes:
             costs.observe(kind, size, passes, outcome.seconds)
-        plan.resumes = False  # only in a plan's first round the head catches up, or reads a prompt
 
     def _rows(self, outcome: RoundOutcome) -> int:
         """Return the number of rows of the target's pass over drafts."""

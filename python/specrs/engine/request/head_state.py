@@ -55,6 +55,12 @@ class HeadState:
         self._waiting.append(features)
 
     @property
+    def ready(self) -> bool:
+        """True if the head can draft in the next round. It cannot where the root was lost and no features wait, until a
+        round without drafts has given some."""
+        return self.followed and (self.root is not None or self.lag > 0)
+
+    @property
     def unkept(self) -> bool:
         """True if nobody kept the features of the last positions that wait."""
         return bool(self._waiting) and self._waiting[-1].memory is None

@@ -61,10 +61,10 @@ class Head:
             if r.head.lag < _MAX_LAG:
                 continue
             position = self._drafting.begins(r)
-            if position > r.head.end:
-                r.head.begin(position)
-            else:
+            if not self._drafting.anywhere:
                 r.give_up_drafts(r.head.end)
+            elif position > r.head.end:
+                r.head.begin(position)
 
     # -- passes -------------------------------------------------------------------------------------------------
 

@@ -255,6 +255,7 @@ class Runner:
         """Launch a round: lease its pages, launch its drafts, and launch the target's pass over the drafts."""
         lease, need = self._round_lease(batch, plan)
         with _naming(batch.requests), self._rolled_back(batch, lease):
+            self.drafting.start(plan)
             for o in self.observers:
                 positions = [n + more for n, more in zip(batch.lens, need, strict=True)]
                 o.reserved(batch.requests, positions, speculative=plan.drafts)
