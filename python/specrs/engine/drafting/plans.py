@@ -28,7 +28,8 @@ class RoundPlan:
         trees: trees that the host made, so that the next round has to wait for this round's tokens; ``None`` without
             any.
         united: True if the device unites each of ``trees`` with the head's tree.
-        resumes: True if the head has to catch up before the first round, which its requests have paid for.
+        resumes: True if the first round takes longer than others like it: the head catches up before it, or a device
+            still runs over a prompt.
         began: time when the round began, on the performance counter.
     """
 

@@ -108,7 +108,8 @@ class Head:
     def draft(self, plan: RoundPlan) -> Drafted:
         """Draft a tree for each request that the plan names, and a root alone for the others.
 
-        Drafts of other sources, if any, come into the same trees: the host merges both, or the device unites them.
+        Drafts of other sources, if any, come into the same trees: the host merges both, or the device unites them. If
+        the device cannot, the head drafts alone.
         """
         drafting, proposals = self._drafting, plan.proposals
         for r in plan.drafting:
