@@ -19,7 +19,6 @@ import specrs.engine.drafting.plans as plans_module
 import specrs.engine.rounds.runner as runner_module
 from gate_texts import CODE, KINDS
 from specrs import LLM, SamplingParams
-from specrs.engine.drafting.chooser import FROM_THE_BEGINNING
 from specrs.engine.drafting.costs import Costs, Overheads, PassCost
 from specrs.engine.drafting.plans import RoundOutcome
 from specrs.engine.drafting.sources import DraftSession
@@ -307,14 +306,14 @@ def tails(kinds: Sequence[str] = ("c", "python", "json", "sql", "mixed", "cjk"))
     """Gains of first requests of 256 greedy tokens, by how many positions the head reads before its first draft; "all"
     is a head that reads requests from their beginning, or not at all."""
     fresh, rows = Fresh(), dict[str, Any]()
-    for tail in (16, 32, 64, FROM_THE_BEGINNING):
+    for tail in (16, 32, 64, None):
         runs = []
         for kind in kinds:
             for seed, text in enumerate(KINDS[kind]):
                 fresh.begin(tail)
                 runs.append(fresh.run(text, 256, 0.0, seed))
         each = [round(plain / took, 3) for plain, took, _ in runs]
-        name = f"{'all' if tail == FROM_THE_BEGINNING else tail} positions"
+        name = f"{'all' if tail is None else tail} positions"
         rows[name] = {"ratio": round(_geometric(runs), 4), "requests": each}
         print(f"tails: {name}: {rows[name]}", flush=True)
     return rows

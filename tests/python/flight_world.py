@@ -30,7 +30,7 @@ from specrs.engine.drafting.levels import most_nodes, united_levels
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
 from specrs.models.acceptance import HEATS, UNKNOWN
-from specrs.models.features import FeatureRows, Features, gather
+from specrs.models.features import FeatureRows, Features, KeptFeatures, gather
 
 Level = Literal["off", "round", "loop"]
 LOOP = 8  # rounds of a loop at most
@@ -214,10 +214,6 @@ class Round:
             return None
         return DeviceRoot(self.batch.seqs[request].row, self.batch.lens[request])
 
-    def features(self, request: int, rows: Sequence[int]) -> Features:
-        assert not self.drafted(request)
-        return Features.unkept(len(rows))
-
 
 @dataclass
 class Told:
@@ -281,14 +277,14 @@ class Device(HostExecutor):
         self.might("prefill")
         return super().prefill(*args)
 
-    def decode(self, batch: Batch, follow: bool) -> Any:
+    def decode(self, batch: Batch) -> Any:
         return self._launched(Asked(batch, [0] * len(batch)))
 
-    def verify(self, batch: Batch, drafted: Any, follow: bool) -> Any:
+    def verify(self, batch: Batch, drafted: Any) -> Any:
         if isinstance(drafted, Asked):
             return self._launched(drafted)
         self._overwrite()
-        return super().verify(batch, drafted, follow)
+        return super().verify(batch, drafted)
 
     def commit(self, batch: Batch, lease: core.Lease, verified: Any) -> None:
         self.might("commit")
@@ -390,7 +386,8 @@ class Device(HostExecutor):
             trees = core.TreeBatch.from_parents([[-1]] * len(seats), [[seat.root] for seat in seats])
             plan = self.planner.decode(seqs, lens)
         tokens = from_dlpack(trees.tokens)
-        features = self._features(run.follow, len(tokens))
+        memory = self.target.features
+        features = memory.rows(len(tokens)) if run.follow and memory is not None else None
         logits = self._logits(tokens, plan, features, None).clone()
         accepts = core.verify(trees, logits, [seat.sampler for seat in seats], lens)
         paths, drawn, faulty = accepts.paths, accepts.tokens, [e is not None for e in accepts.errors]
@@ -497,32 +494,42 @@ class DeviceDrafts(HostDrafts):
         super().__init__(head, cache, device.planner, config, device.target.config.vocab_size)
         self._device = device
 
-    def write(self, entries: Any) -> Any:
-        self._device.might("write")
-        self._recall(entries.requests)
-        return super().write(entries)
+    def keep(self, batch: Batch, passed: Any, rows: Sequence[Sequence[int]]) -> None:
+        if not isinstance(passed, Round):
+            super().keep(batch, passed, rows)
+            return
+        for i, (r, some) in enumerate(zip(batch, rows, strict=True)):
+            if r.head.followed and some:
+                r.head.root = r.head.features = None
+                if (root := passed.root(i)) is not None:
+                    r.head.reached(r.committed, root)
 
-    def extend(self, entries: Any) -> Any:
+    def write(self, requests: Sequence[Request]) -> Any:
+        self._device.might("write")
+        self._recall(requests)
+        return super().write(requests)
+
+    def extend(self, requests: Sequence[Request]) -> Any:
         self._device.might("extend")
-        self._recall(entries.requests)
-        return super().extend(entries)
+        self._recall(requests)
+        return super().extend(requests)
 
     def _recall(self, requests: Sequence[Request]) -> None:
         """Run the target again over positions whose features nobody kept. A GPU writes no KV in this pass; here the
         pass shows that its KV has the bits that are there."""
         for r in requests:
-            if r.head.unkept:
-                device, start = self._device, r.head.end
-                features = device._features(True, r.head.lag)
-                assert features is not None
+            if r.head.features is None:
+                device, start, memory = self._device, r.head.end, self._device.target.features
+                assert memory is not None
+                features = memory.rows(r.lag)
                 before = device.cache.tensor.clone()
-                plan = self._planner.extend([r.seq], [start], [r.head.lag])
+                plan = self._planner.extend([r.seq], [start], [r.lag])
                 device._logits(
                     torch.tensor(r.tokens[start : r.committed]), plan, features, torch.tensor([], dtype=torch.int64)
                 )
                 assert torch.equal(before.view(torch.uint8), device.cache.tensor.view(torch.uint8))
-                r.head.recall(Features(features, range(r.head.lag)))
-                device.told.recalled += r.head.lag
+                r.head.features = KeptFeatures(start, [Features(features, range(r.lag))])
+                device.told.recalled += r.lag
 
     def draft(self, batch: Batch, depths: Sequence[int], deepen: Any) -> Any:
         self._device.might("draft")

@@ -7,7 +7,7 @@ So nothing is copied for a position that no draft ever needs. Memory lives as lo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -88,22 +88,12 @@ class Features:
     """Features of consecutive positions: rows, in order, of what a pass wrote.
 
     Attributes:
-        memory: the pass's memory; ``None`` if nobody kept the features, so that the target has to run over these
-            positions again before they can be read.
+        memory: the pass's memory.
         rows: a row for each position.
     """
 
-    memory: FeatureRows | None
+    memory: FeatureRows
     rows: Sequence[int]
-
-    @classmethod
-    def unkept(cls, count: int) -> Features:
-        """Return features of so many positions that nobody kept."""
-        return cls(None, range(count))
-
-    def longer(self, count: int) -> Features:
-        """Return features that nobody kept, of these positions and so many more."""
-        return Features.unkept(len(self) + count)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -112,13 +102,52 @@ class Features:
         return Features(self.memory, self.rows[positions])
 
     def read(self) -> torch.Tensor:
-        """[n_aux, n, h], a view where the rows ascend one by one. The features must have been kept."""
-        assert self.memory is not None
+        """[n_aux, n, h], a view where the rows ascend one by one."""
         first, n = self.rows[0], len(self.rows)
         if all(row == first + i for i, row in enumerate(self.rows)):
             return self.memory.stacked.narrow(1, first, n)
         stacked = self.memory.stacked
         return stacked.index_select(1, torch.tensor(self.rows, device=stacked.device))
+
+
+@dataclass(slots=True)
+class KeptFeatures:
+    """Features of a sequence's positions from ``start`` on, in pieces of one pass each."""
+
+    start: int
+    pieces: list[Features] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """The position behind the last one."""
+        return self.start + sum(map(len, self.pieces))
+
+    def add(self, start: int, features: Features) -> None:
+        """Keep features of the positions from ``start`` on, which must follow those that are kept."""
+        if start != self.end:
+            raise ValueError(f"features of positions from {start} on: {self.start} to {self.end} are kept")
+        self.pieces.append(features)
+
+    def drop(self, position: int) -> None:
+        """Let go of the features of positions before this one."""
+        while self.pieces and self.start < position:
+            piece, count = self.pieces[0], position - self.start
+            if count < len(piece):
+                self.pieces[0], self.start = piece[count:], position
+            else:
+                self.start += len(self.pieces.pop(0))
+
+    def of(self, start: int, end: int) -> list[Features]:
+        """Return the pieces of positions from ``start`` to ``end``, all of which must have been kept."""
+        if not self.start <= start <= end <= self.end:
+            raise ValueError(f"features of positions {start} to {end}: {self.start} to {self.end} are kept")
+        found, at = list[Features](), self.start
+        for piece in self.pieces:
+            some = piece[max(start - at, 0) : max(end - at, 0)]
+            at += len(piece)
+            if len(some):
+                found.append(some if len(some) < len(piece) else piece)
+        return found
 
 
 def gather(pieces: Iterable[Features]) -> tuple[torch.Tensor, ...]:

@@ -87,11 +87,11 @@ class Alone(SimpleNamespace):
 
 
 def request(i: int, tokens: int = 256) -> Any:
-    head = SimpleNamespace(followed=True, ready=True, root=object(), lag=0, end=9, first=0, shared=10)
+    head = SimpleNamespace(followed=True, root=object(), end=9, first=0, shared=10)
     return Alone(
         request_id=i, tokens=[1] * 10, prompt_len=10, remaining=tokens, error=None, prefill_target=10, committed=10,
         finish_reason=None, params=SimpleNamespace(temperature=0.0), drafting_rounds=0, head=head, max_depth=99,
-        draws=SimpleNamespace(room=99),
+        draws=SimpleNamespace(room=99), lag=0, can_draft=True,
     )  # fmt: skip
 
 

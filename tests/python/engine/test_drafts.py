@@ -217,7 +217,7 @@ def test_features_that_wait_at_a_preemption_are_computed_again(pair: Pair, monke
         for _ in range(6):
             run.step()
     last = scheduler._admitted[-1]
-    assert last.head.lag
+    assert last.lag
     scheduler._preempt(last)
     run.finish()
     drafted = [seen for seen in run.rounds if len(seen.tree.tokens) > 1]
@@ -236,7 +236,7 @@ def test_a_tail_page_that_another_sequence_shares_is_copied_whole(
 
     def forked(reqs: Sequence[Any], stays: bool) -> Any:
         nonlocal copied
-        forks = [pool.fork(r.seq, r.committed) for r in reqs if r.head.lag == 0]  # pages behind are never shared
+        forks = [pool.fork(r.seq, r.committed) for r in reqs if r.lag == 0]  # pages behind are never shared
         tails = [(r, r.committed // page_size, pool.pages(r.seq)[r.committed // page_size]) for r in reqs
                  if r.committed % page_size]  # fmt: skip
         try:

@@ -383,7 +383,7 @@ def test_drafts_break_in_the_prefill_of_one_request(half_broken: Pair) -> None:
     while llm.unfinished:
         llm.step()
         for r in llm._scheduler._admitted:
-            assert r.request_id == request and not r.head.lag
+            assert r.request_id == request and not r.lag
     is_empty(llm)
 
 

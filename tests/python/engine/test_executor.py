@@ -79,9 +79,9 @@ class Device:
         self.log.append("decode")
         return Late(self.host.decode(*args), "verified", self.log)
 
-    def verify(self, batch: Any, drafted: Any, follow: bool) -> Any:
+    def verify(self, batch: Any, drafted: Any) -> Any:
         self.log.append("verify")
-        return Late(self.host.verify(batch, drafted._of, follow), "verified", self.log)
+        return Late(self.host.verify(batch, drafted._of), "verified", self.log)
 
     def commit(self, batch: Any, lease: Any, verified: Any) -> None:
         self.log.append("commit")
@@ -121,23 +121,19 @@ class DeviceDrafts:
     log: list[str]
     unites: ClassVar[bool] = False
 
-    @property
-    def vocabulary(self) -> frozenset[int]:
-        vocabulary: frozenset[int] = self.host.vocabulary
-        return vocabulary
+    def keep(self, batch: Any, passed: Any, rows: Any) -> None:
+        self.log.append("keep")
+        self.host.keep(batch, passed._of if isinstance(passed, Late) else passed, rows)
 
-    def write(self, entries: Any) -> list[None]:
+    def write(self, requests: Any) -> list[None]:
         self.log.append("write")
-        return [None for _ in self.host.write(entries)]
+        return [None for _ in self.host.write(requests)]
 
-    def extend(self, entries: Any) -> list[Root]:
+    def extend(self, requests: Any) -> list[Root]:
         self.log.append("extend")
         bad = Root(torch.full((self.host.beams.draft_vocab,), math.nan),
                    HOST.empty(self.host.head.config.hidden_size))  # fmt: skip
-        return [root if isinstance(root, Root) else bad for root in self.host.extend(entries)]
-
-    def look_back(self, entries: Any) -> Any:
-        return self.host.look_back(entries)
+        return [root if isinstance(root, Root) else bad for root in self.host.extend(requests)]
 
     def draft(self, *args: Any) -> Any:
         self.log.append("draft")
@@ -174,7 +170,7 @@ def test_a_round_reads_nothing_before_the_target_verifies(
     assert len(rounds) > 5
     for asked in rounds:
         assert asked[0] == "verify"
-        assert asked.index("verified.accepts") < asked.index("commit") < asked.index("verified.features")
+        assert asked.index("verified.accepts") < asked.index("commit") < asked.index("keep")
     llm.audit()
 
 

@@ -19,7 +19,7 @@ from modelzoo import Pair, write_target
 from reference_drafts import Tree
 from specrs import LLM, SamplingParams
 from specrs.drafters import Proposal
-from specrs.engine.drafting.chooser import FROM_THE_BEGINNING, TAIL, TreeChoice, TreePolicy
+from specrs.engine.drafting.chooser import TAIL, TreeChoice, TreePolicy
 from specrs.engine.drafting.plans import RoundPlan
 
 
@@ -67,7 +67,7 @@ def policy_of(llm: LLM) -> TreePolicy:
     return policy
 
 
-def begins(llm: LLM, tail: int) -> None:
+def begins(llm: LLM, tail: int | None) -> None:
     """The head may begin anywhere, so many positions before its first draft, or reads requests from their beginning."""
     policy_of(llm).tail = tail
 
@@ -118,7 +118,7 @@ def test_a_head_given_up_midway_shares_all_that_the_target_computed(
     pair: Pair, anywhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(pair.target, pair.draft, page_size=4)
-    begins(llm, TAIL if anywhere else FROM_THE_BEGINNING)
+    begins(llm, TAIL if anywhere else None)
     decide(monkeypatch, llm, True, GIVE_UP)
     run = Counted(llm, monkeypatch)
     answer, _ = run.turn(PROMPT, 40)
@@ -146,7 +146,7 @@ def test_draft_kv_that_the_cache_lacks_is_written_once(
     """One request computes a prompt without the head; the next has the head, and computes it again into pages of its
     own; they replace the first one's, so that the third shares all of it. Drafts are as from scratch."""
     run = Watched(LLM(pair.target, pair.draft, page_size=page_size, prefill_chunk=7))
-    begins(run.llm, FROM_THE_BEGINNING)
+    begins(run.llm, None)
     prompt = [3, 1, 4, 1, 5, 2, 0, 5, 3, 5, 2, 4, 1, 2, 3, 1, 4, 4, 0, 2, 5]
     cached = []
     for follows in (False, True, True):
@@ -214,7 +214,7 @@ def test_a_head_that_begins_late_drafts_as_one_that_sees_nothing_before(
 def test_a_request_that_won_leaves_whole_pages_of_draft_kv(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The request's last round completes a page: its draft KV is written, so that a next turn can go on from there."""
     llm = LLM(pair.target, pair.draft, page_size=4)
-    begins(llm, FROM_THE_BEGINNING)
+    begins(llm, None)
     decide(monkeypatch, llm, True, DRAFT)
     pool, whole = llm._runner.pages.pool, 0
     for paid in (True, False):
@@ -369,7 +369,7 @@ def test_an_interrupt_in_a_drafter_leaves_the_heads_books_right(pair: Pair) -> N
         except KeyboardInterrupt:
             interrupted += 1
             [r] = llm._scheduler._admitted
-            assert r.committed == len(r.tokens) - 1 and r.head.lag == 0 and r.head.root is not None
+            assert r.committed == len(r.tokens) - 1 and r.lag == 0 and r.head.root is not None
     assert interrupted == 1 and out is not None and out.token_ids == want.token_ids
     assert out.draft_error is None
 
@@ -387,5 +387,5 @@ def test_a_head_that_may_begin_anywhere_is_not_given_up_for_what_waits(
         llm.step()
         for r in llm._scheduler._admitted:
             assert r.head.followed or r.remaining < 5  # near its end it waits for no more drafts
-            most = max(most, r.head.lag)
+            most = max(most, r.lag)
     assert 32 < most <= 64 + page_size

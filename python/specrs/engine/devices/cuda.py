@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import accumulate
 from typing import cast
 
 import torch
@@ -26,7 +25,7 @@ from specrs import _specrs as core
 from specrs.engine.config import EngineConfig
 from specrs.engine.devices.entering import Entering
 from specrs.engine.devices.graphs import MOST_AHEAD, Bucket
-from specrs.engine.devices.host import HostDrafted, HostDrafts, HostExecutor, Root, begun
+from specrs.engine.devices.host import Entries, HostDrafted, HostDrafts, HostExecutor, Root
 from specrs.engine.devices.launched import AskedRound, DeviceRoot, LaunchedRound
 from specrs.engine.devices.launches import Variant
 from specrs.engine.devices.memory import Activations, Models, Roots, buckets, entering, longest_path
@@ -36,7 +35,7 @@ from specrs.engine.drafting.costs import Costs, Overheads, Pace, PassCost
 from specrs.engine.drafting.levels import can_unite, drafted_levels, levels_for, most_nodes, tiers, united_levels
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
-from specrs.engine.rounds.executor import Deepen, Drafted, Entries, Verified, Watched
+from specrs.engine.rounds.executor import Deepen, Drafted, Pass, Verified, Watched
 from specrs.engine.rounds.pages import Pages
 from specrs.models.acceptance import HEATS, UNKNOWN
 from specrs.models.config import LayerConfig
@@ -128,7 +127,7 @@ class CudaExecutor(HostExecutor):
 
     def _drafts(self, head: Eagle3Head, cache: KvMemory, config: EngineConfig) -> HostDrafts:
         self._roots = Roots(head, config.max_batch)
-        return CudaDrafts(self._roots, head, cache, self.target, self.cache, self.planner, config)
+        return CudaDrafts(self._roots, head, cache, self.planner, config, self.target.config.vocab_size)
 
     def policy(self, pages: Pages) -> TreePolicy:
         shape = self.planner.geometry.shape
@@ -267,7 +266,7 @@ class CudaExecutor(HostExecutor):
 
     def _read(self, seq: core.Sequence, n: int) -> None:
         """Run both models over the first positions of a sequence."""
-        tokens, aux = torch.zeros(n, dtype=torch.int64), self._features(self.drafts is not None, n)
+        tokens, aux = torch.zeros(n, dtype=torch.int64), None if self.drafts is None else self._prompt_features(n)
         plan = self.planner.extend([seq], [0], [n])
         self._logits(tokens, plan, aux, tokens[:1])
         if self.drafts is not None and aux is not None:
@@ -278,12 +277,12 @@ class CudaExecutor(HostExecutor):
         """Measure in seconds the pass after which a request drafts for the first time, or again (``recalls``)."""
         assert isinstance(self.drafts, CudaDrafts)
         n, seq, seconds = min(TAIL, pages.most_tokens), pages.pool.create(), []
-        kept = self._features(True, n)
+        kept = self._prompt_features(n)
         with pages.pool.reserve([(seq, n)]):
             for _ in range(_RUNS + 2):  # the first two allocate memory and capture a graph
                 started = time.perf_counter()
                 plan = self.planner.extend([seq], [0], [n])
-                features = None if recalls or kept is None else [[Features(kept, range(n))]]
+                features = None if recalls else [[Features(kept, range(n))]]
                 self.drafts.entering[0].run(plan, [[0] * (n + 1)], features, [seq.row])
                 self._stream.synchronize()
                 seconds.append(time.perf_counter() - started)
@@ -296,9 +295,13 @@ class CudaExecutor(HostExecutor):
             bucket = self._buckets[size] = Bucket(self._models, size)
         return bucket
 
-    def _features(self, follow: bool, rows: int) -> FeatureRows | None:
-        # Prompts differ in length, so their features get new memory each time. Rounds have memory of their own.
-        return self.target.features.once(rows) if follow and self.target.features is not None else None
+    def _features(self, batch: Batch, rows: int) -> FeatureRows | None:
+        return self._prompt_features(rows) if self.drafts is not None and any(r.head.followed for r in batch) else None
+
+    def _prompt_features(self, rows: int) -> FeatureRows:
+        """Return memory for the features of a prompt's rows. Rounds have memory of their own."""
+        assert self.target.features is not None
+        return self.target.features.once(rows)  # prompts differ in length
 
     def _logits(
         self, tokens: torch.Tensor, plan: core.Plan, aux: FeatureRows | None, rows: torch.Tensor | None
@@ -309,10 +312,10 @@ class CudaExecutor(HostExecutor):
         at, (tokens, kept) = DevicePlan.of(self._dense, plan, self.cache.page_size, tokens, kept)
         return super()._logits(tokens, cast(core.Plan, at), aux, None if rows is None else kept)
 
-    def decode(self, batch: Batch, follow: bool) -> Verified:
+    def decode(self, batch: Batch) -> Verified:
         return self._launched(AskedRound(batch, [0] * len(batch), 0))
 
-    def verify(self, batch: Batch, drafted: Drafted, follow: bool) -> Verified:
+    def verify(self, batch: Batch, drafted: Drafted) -> Verified:
         if isinstance(drafted, AskedRound):
             return self._launched(drafted)
         made, shape = cast(Watched, drafted), self.planner.geometry.shape
@@ -416,7 +419,7 @@ class CudaExecutor(HostExecutor):
 class CudaDrafts(HostDrafts):
     """The head's passes on a GPU. Roots stay on the GPU, and the host waits for nothing.
 
-    Rounds keep no features for requests that do not draft. `Entering` says what happens if such a request drafts again.
+    Rounds keep no features. If a request that has not drafted drafts again, the target makes them again (`Entering`).
 
     If the head gives NaN, its scores for every later root are NaN too. The round that drafts by such scores reports
     the fault (`Verified.faults`).
@@ -430,75 +433,58 @@ class CudaDrafts(HostDrafts):
         roots: Roots,
         head: Eagle3Head,
         cache: KvMemory,
-        target: LlamaModel,
-        target_cache: KvMemory,
         planner: core.Planner,
         config: EngineConfig,
+        vocab_size: int,
     ) -> None:
-        super().__init__(head, cache, planner, config, target.config.vocab_size)
+        super().__init__(head, cache, planner, config, vocab_size)
         self._roots, self._steps = roots, planner.geometry.shape.steps
-        self._target, self._target_cache = target, target_cache
         self._unites = can_unite(planner.geometry.shape)
         self.entering: list[Entering] = []
 
-    def write(self, entries: Entries) -> list[core.NonFiniteError | None]:
-        self._recall(entries.requests)
+    def keep(self, batch: Batch, passed: Pass, rows: Sequence[Sequence[int]]) -> None:
+        if not isinstance(passed, LaunchedRound):
+            super().keep(batch, passed, rows)
+            return
+        for i, (r, some) in enumerate(zip(batch, rows, strict=True)):
+            if r.head.followed and some:
+                r.head.root = r.head.features = None
+                if (root := passed.root(i)) is not None:
+                    r.head.reached(r.committed, root)
+
+    def write(self, requests: Sequence[Request]) -> Sequence[core.NonFiniteError | None]:
+        entries = [Entries(r, r.head.end, r.lag) for r in requests]
+        self._write([e for e in entries if e.request.head.features is not None])
+        for e in entries:
+            if e.request.head.features is None:  # rare: the end of a request's last page
+                self._enter(self.entering[0], [e], recalls=True)
+        return [None] * len(entries)
+
+    def extend(self, requests: Sequence[Request]) -> Sequence[object]:
+        most = self.entering[-1].rows
+        found = [DeviceRoot(r.seq.row, r.head.end) for r in requests]
+        self._write([Entries(r, r.head.end, r.lag - most) for r in requests if r.lag > most])
+        entries = [Entries(r, r.committed - n, n) for r in requests for n in (min(r.lag, most),)]
+        for recalls in (False, True):
+            some = [e for e in entries if (e.request.head.features is None) == recalls]
+            while some:
+                enters = next((each for each in self.entering if each.batch >= len(some)), self.entering[-1])
+                self._enter(enters, some[: enters.batch], recalls)
+                some = some[enters.batch :]
+        return found
+
+    def _write(self, entries: Sequence[Entries]) -> None:
+        """Write draft KV by kept features, without roots."""
+        if not entries:
+            return
         tokens, features, plan = self._inputs(entries)
         at, (tokens,) = DevicePlan.of(cast(CudaDense, self.head.dense), plan, self.cache.page_size, tokens)
         self.head.write(tokens, features, cast(core.Plan, at), self.cache)
-        return [None] * len(entries.counts)
 
-    def extend(self, entries: Entries) -> Sequence[object]:
-        found = [DeviceRoot(r.seq.row, r.head.end) for r in entries.requests]
-        requests, short = entries.requests, [n <= self.entering[-1].rows for n in entries.counts]
-        kinds = [(recalls, i) for i, recalls in enumerate([r.head.unkept for r in requests]) if short[i]]
-        for recalls in (False, True):
-            some = [i for kind, i in kinds if kind == recalls]
-            while some:
-                enters = next((e for e in self.entering if e.batch >= len(some)), self.entering[-1])
-                self._enter(
-                    enters, [(requests[i], entries.starts[i], entries.counts[i]) for i in some[: enters.batch]], recalls
-                )
-                some = some[enters.batch :]
-        rest = [i for i, n in enumerate(short) if not n]
-        if rest:
-            self._extend_all(entries.of(rest), [found[i] for i in rest])
-        return found
-
-    def _enter(self, enters: Entering, each: Sequence[tuple[Request, int, int]], recalls: bool) -> None:
-        starts, counts = [start for _, start, _ in each], [n for *_, n in each]
-        plan = begun(self._planner.extend([r.seq for r, *_ in each], starts, counts), (r.head for r, *_ in each))
-        texts = [r.tokens[start : start + n + 1] for r, start, n in each]
-        features = None if recalls else [r.head.oldest(n) for r, _, n in each]
-        enters.run(plan, texts, features, [r.seq.row for r, *_ in each])
-
-    def _extend_all(self, entries: Entries, found: Sequence[DeviceRoot]) -> None:
-        """Run the head over any number of positions, and store the roots."""
-        dense, roots = cast(CudaDense, self.head.dense), self._roots
-        self._recall(entries.requests)
-        tokens, features, plan = self._inputs(entries)
-        last = torch.tensor([end - 1 for end in accumulate(entries.counts)])
-        kept_in = torch.tensor([root.row for root in found])
-        at, (tokens, last, rows) = DevicePlan.of(dense, plan, self.cache.page_size, tokens, last, kept_in)
-        logits, hidden = self.head.extend(tokens, features, cast(core.Plan, at), self.cache, last)
-        for made, kept in ((logits, roots.logits), (hidden, roots.hidden)):
-            core._device_copy_rows(made, None, kept, rows, None, dense.stream)
-
-    def _recall(self, requests: Sequence[Request]) -> None:
-        """Make the features that wait again for requests whose features nobody kept."""
-        some = [r for r in requests if r.head.unkept]
-        if not some:
-            return
-        target, memory = self._target, self._target.features
-        assert memory is not None
-        starts, counts = [r.head.end for r in some], [r.head.lag for r in some]
-        tokens = torch.tensor([t for r, start in zip(some, starts, strict=True) for t in r.tokens[start : r.committed]])
-        plan = self._planner.extend([r.seq for r in some], starts, counts)
-        dense, features = cast(CudaDense, self.head.dense), memory.once(len(tokens))
-        at, (tokens,) = DevicePlan.of(dense, plan, self._target_cache.page_size, tokens, writes=False)
-        target.forward(tokens, cast(core.Plan, at), self._target_cache, features, tokens[:0])
-        for r, end in zip(some, accumulate(counts), strict=True):
-            r.head.recall(Features(features, range(end - r.head.lag, end)))
+    def _enter(self, enters: Entering, entries: Sequence[Entries], recalls: bool) -> None:
+        """Write draft KV of few positions, and store the head's result for the last of them as the request's root."""
+        features = None if recalls else [e.features() for e in entries]
+        enters.run(self._plan(entries), [e.text for e in entries], features, [e.request.seq.row for e in entries])
 
     def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None) -> Drafted:
         if deepen is not None:

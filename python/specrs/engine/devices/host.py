@@ -25,10 +25,10 @@ from specrs.engine.drafting.chooser import TAIL, TreePolicy
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.head_state import HeadState
 from specrs.engine.request.request import Request
-from specrs.engine.rounds.executor import Deepen, Drafted, Entries, Verified, Watched
+from specrs.engine.rounds.executor import Deepen, Drafted, Pass, Verified, Watched
 from specrs.engine.rounds.pages import Pages
 from specrs.models.eagle3 import Eagle3Head
-from specrs.models.features import FeatureRows, Features, gather
+from specrs.models.features import FeatureRows, Features, KeptFeatures, gather
 from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
 
@@ -40,6 +40,7 @@ class _Pass:
     scores: torch.Tensor  # float32 logits on the host; the next pass may overwrite them
 
     def features(self, request: int, rows: Sequence[int]) -> Features:
+        """The target's features of the given rows of a request, in order."""
         assert self.aux is not None
         first = self.starts[request]
         return Features(self.aux, [first + row for row in rows])
@@ -47,9 +48,6 @@ class _Pass:
     def logits(self, request: int, rows: Sequence[int]) -> torch.Tensor:
         first = self.starts[request]
         return self.scores[[first + row for row in rows]]
-
-    def root(self, request: int) -> object | None:
-        return None
 
 
 @dataclass(eq=False)
@@ -94,6 +92,24 @@ class Root:
     def keep(self) -> None:
         """Copy the logits and the hidden state, before the head's next pass overwrites them."""
         self.logits, self.hidden = self.logits.clone(), self.hidden.clone()
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Entries of the head's KV to write: ``count`` positions of a request from ``start`` on."""
+
+    request: Request
+    start: int
+    count: int
+
+    @property
+    def text(self) -> list[int]:
+        """The tokens at these positions, and the token behind."""
+        return self.request.tokens[self.start : self.start + self.count + 1]
+
+    def features(self) -> list[Features]:
+        """The kept features of these positions."""
+        return cast(KeptFeatures, self.request.head.features).of(self.start, self.start + self.count)
 
 
 class HostExecutor:
@@ -145,7 +161,7 @@ class HostExecutor:
         if self.drafts is not None:
             move(self.drafts.cache, moves)
 
-    def prefill(self, batch: Batch, counts: Sequence[int], drawing: Sequence[int], follow: bool) -> HostPrefilled:
+    def prefill(self, batch: Batch, counts: Sequence[int], drawing: Sequence[int]) -> HostPrefilled:
         each = zip(batch, batch.lens, counts, strict=True)
         tokens = [t for r, start, n in each for t in r.tokens[start : start + n]]
         ends = list(accumulate(counts))
@@ -154,21 +170,21 @@ class HostExecutor:
         kept = [ends[i] - 1 for i in drawing]
         for r, start, n in zip(batch, starts, counts, strict=True):
             kept += [start + row for row in r.scored_rows(n)]
-        aux = self._features(follow, len(tokens))
+        aux = self._features(batch, len(tokens))
         logits = self._logits(torch.tensor(tokens), plan, aux, torch.tensor(kept, dtype=torch.int64))
         drawn = [_draw(batch.requests[i], logits[j]) for j, i in enumerate(drawing)]
         return HostPrefilled(aux, starts, logits, drawn, {row: i for i, row in enumerate(kept)})
 
-    def decode(self, batch: Batch, follow: bool) -> Verified:
+    def decode(self, batch: Batch) -> Verified:
         trees = core.TreeBatch.from_parents([[-1]] * len(batch), [[r.tokens[-1]] for r in batch])
         plan = self.planner.decode(batch.seqs, batch.lens)
-        return self._verify(batch, trees, plan, range(len(batch)), follow, ())
+        return self._verify(batch, trees, plan, range(len(batch)), ())
 
-    def verify(self, batch: Batch, drafted: Drafted, follow: bool) -> Verified:
+    def verify(self, batch: Batch, drafted: Drafted) -> Verified:
         trees, faults = cast(Watched, drafted).trees, cast(Watched, drafted).faults
         plan = self.planner.verify(batch.seqs, batch.lens, trees)
         starts = list(accumulate(trees.sizes, initial=0))
-        return self._verify(batch, trees, plan, starts, follow, faults)
+        return self._verify(batch, trees, plan, starts, faults)
 
     def _verify(
         self,
@@ -176,11 +192,10 @@ class HostExecutor:
         trees: core.TreeBatch,
         plan: core.Plan,
         starts: Sequence[int],
-        follow: bool,
         faults: Sequence[tuple[core.NonFiniteError, int]],
     ) -> HostVerified:
         tokens = from_dlpack(trees.tokens)
-        aux = self._features(follow, len(tokens))
+        aux = self._features(batch, len(tokens))
         started = time.perf_counter()
         logits = self._logits(tokens, plan, aux, None)
         seconds = time.perf_counter() - started
@@ -222,9 +237,10 @@ class HostExecutor:
         """Run a pass of the target, and return its logits on the host."""
         return self.target.ops.dense.host(self.target.forward(tokens, plan, self.cache, aux, rows)[0])
 
-    def _features(self, follow: bool, rows: int) -> FeatureRows | None:
-        """Return memory for the features of a pass; ``None`` if no features are kept."""
-        return self.target.features.rows(rows) if follow and self.target.features is not None else None
+    def _features(self, batch: Batch, rows: int) -> FeatureRows | None:
+        """Return memory for the features of a pass; ``None`` if the head follows none of the requests."""
+        memory = self.target.features
+        return None if memory is None or not any(r.head.followed for r in batch) else memory.rows(rows)
 
 
 class HostDrafts:
@@ -247,28 +263,42 @@ class HostDrafts:
         geometry = planner.geometry
         self.head, self.cache = head, cache
         self.beams = core.DraftBeams(geometry.max_batch, geometry.shape, head.d2t, vocab_size)
-        self.vocabulary = frozenset(head.target_ids.tolist())
         self._planner, self._geometry, self._mode = planner, geometry, config.branches_attend
         self._levels = config.head_shape.steps  # deeper sources may raise the geometry's steps, but not these
         self._lent: list[tuple[Request, Root]] = []  # roots that lie in the head's own memory
         # The root of requests that do not draft.
         self._no_root = Root(torch.zeros(self.beams.draft_vocab), head.placement.empty(head.config.hidden_size).zero_())
 
-    def write(self, entries: Entries) -> list[core.NonFiniteError | None]:
+    def keep(self, batch: Batch, passed: Pass, rows: Sequence[Sequence[int]]) -> None:
+        assert isinstance(passed, _Pass)
+        for i, (r, some) in enumerate(zip(batch, rows, strict=True)):
+            if not r.head.followed or not some:
+                continue
+            start, kept = r.committed - len(some), cast("KeptFeatures | None", r.head.features)
+            if kept is None:
+                kept = r.head.features = KeptFeatures(start)
+            kept.add(start, passed.features(i, some))
+            kept.drop(r.head.end)
+            r.head.root = None
+
+    def write(self, requests: Sequence[Request]) -> Sequence[core.NonFiniteError | None]:
+        entries = [Entries(r, r.head.end, r.lag) for r in requests]
         written = self.head.write(*self._inputs(entries), self.cache)
         if math.isfinite(written.sum().item()):
-            return [None] * len(entries.counts)
-        return [non_finite("draft KV", part.flatten()) for part in torch.split(written, entries.counts)]
+            return [None] * len(entries)
+        counts = [e.count for e in entries]
+        return [non_finite("draft KV", part.flatten()) for part in torch.split(written, counts)]
 
-    def extend(self, entries: Entries) -> Sequence[object]:
+    def extend(self, requests: Sequence[Request]) -> Sequence[object]:
         self._keep_lent()
+        entries = [Entries(r, r.head.end, r.lag) for r in requests]
         inputs = self._inputs(entries)
-        rows = torch.tensor([end - 1 for end in accumulate(entries.counts)])
+        rows = torch.tensor([end - 1 for end in accumulate(e.count for e in entries)])
         logits, hidden = self._extend(*inputs, rows)
         # A hidden state depends on all draft KV before it. So if it is sound, all of that draft KV is sound.
         sound = math.isfinite(hidden.sum().item())
         found: list[object] = []
-        for i, r in enumerate(entries.requests):
+        for i, r in enumerate(requests):
             error = None if sound else non_finite("draft hidden state", hidden[i])
             found.append(self._lend(r, logits[i], hidden[i]) if error is None else error)
         return found
@@ -314,13 +344,15 @@ class HostDrafts:
         logits, hidden = self.head.step(tokens, hidden, plan, self.cache)
         return self.head.dense.host(logits), hidden
 
-    def _inputs(self, entries: Entries) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], core.Plan]:
+    def _inputs(self, entries: Sequence[Entries]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], core.Plan]:
         """Return tokens, features and plan of a pass over entries. An entry's token is the token after its position."""
-        each = list(zip(entries.requests, entries.starts, entries.counts, strict=True))
-        tokens = torch.tensor([t for r, start, n in each for t in r.tokens[start + 1 : start + 1 + n]])
-        plan = self._planner.extend(entries.seqs, entries.starts, entries.counts)
-        plan = begun(plan, (r.head for r in entries.requests))
-        return tokens, gather(p for r, _, n in each for p in r.head.oldest(n)), plan
+        tokens = torch.tensor([t for e in entries for t in e.text[1:]])
+        return tokens, gather(piece for e in entries for piece in e.features()), self._plan(entries)
+
+    def _plan(self, entries: Sequence[Entries]) -> core.Plan:
+        """Plan a pass of the head over entries."""
+        requests, starts, counts = [e.request for e in entries], [e.start for e in entries], [e.count for e in entries]
+        return begun(self._planner.extend([r.seq for r in requests], starts, counts), (r.head for r in requests))
 
     def _lend(self, request: Request, logits: torch.Tensor, hidden: torch.Tensor) -> object:
         root = Root(logits, hidden)

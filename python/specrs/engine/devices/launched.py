@@ -16,7 +16,6 @@ from specrs.engine.devices.launches import Variant
 from specrs.engine.devices.memory import Arrays
 from specrs.engine.request.batch import Batch
 from specrs.engine.rounds.executor import Watched
-from specrs.models.features import Features
 
 
 @dataclass(frozen=True)
@@ -195,10 +194,6 @@ class LaunchedRound:
         root = self.batch.requests[request].head.root
         return root.start if isinstance(root, DeviceRoot) else self.batch.lens[request]
 
-    def features(self, request: int, rows: Sequence[int]) -> Features:
-        # The next round may have overwritten them already. `CudaDrafts` recalls them if the request drafts again.
-        return Features.unkept(len(rows))
-
     def likeliest(self, requests: Sequence[int], count: int) -> list[tuple[list[int], list[list[int]]]] | None:
         if not self.bucket.holds_logits(self.number):
             return None  # a later round or pass may have overwritten the logits
@@ -215,6 +210,7 @@ class LaunchedRound:
         return self.variant.levels > 0 and self._depths[self.seats[request]] > 0
 
     def root(self, request: int) -> DeviceRoot | None:
+        """Return the root behind the request's accepted tokens, if the head has run over them."""
         if not self.drafted(request):
             return None
         return DeviceRoot(self.batch.seqs[request].row, self.batch.lens[request])

@@ -7,7 +7,6 @@ for every tree, so a bad choice costs only time.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +18,6 @@ from specrs.models.acceptance import Acceptance
 TAIL = 32
 """Positions that a head reads before its first draft, if it may begin anywhere. More positions cost more than they
 bring (part ``tails`` of `benches/results/gate.json`)."""
-FROM_THE_BEGINNING = sys.maxsize  # as `TreePolicy.tail`
 _RISK = 0.7  # share of what a request may lose that one round may risk
 _LEARN = 0.05  # weight of a round in a running mean
 _COOL = 0.8  # temperature up to which sampling is near to greedy
@@ -116,7 +114,7 @@ class TreePolicy:
         costs: costs of passes and rounds.
         kinds, buckets: one for each kind of requests, by `by_temperature`.
         tail: positions that the head reads before its first draft, so that it may begin anywhere in a request, at any
-            time. With `FROM_THE_BEGINNING` it reads all of a request, or none.
+            time; ``None`` if it reads all of a request, or nothing.
 
     Only modelled times pick a tree and are charged, never the measured time of the round at hand, so that a stall of
     the machine decides nothing. The time that rounds take beside their passes is learnt (`Overheads`).
@@ -125,7 +123,7 @@ class TreePolicy:
     costs: Costs
     kinds: list[Kind] = field(default_factory=lambda: [Kind() for _ in range(3)])
     buckets: list[TokenBucket] = field(default_factory=lambda: [TokenBucket(ENGINE) for _ in range(3)])
-    tail: int = FROM_THE_BEGINNING
+    tail: int | None = None
     _level_yield: float = 0.75  # share of a level's chance that the next level keeps
 
     def kind(self, temperature: float) -> Kind:
@@ -154,7 +152,7 @@ class TreePolicy:
             entries: positions at the end of its prompt that have no draft KV.
         """
         least = self.least_loss(batch, batch)
-        price = self.entering(min(entries, self.tail), batch) + least
+        price = self.entering(entries if self.tail is None else min(entries, self.tail), batch) + least
         # The bucket of a short answer may hold less than one round; then its draft KV would be useless.
         return least <= account.request.left and price <= account.engine.left * batch and price < remaining / 2
 

@@ -13,7 +13,7 @@ from torch.utils.dlpack import from_dlpack
 from specrs._specrs import DraftBeams, TreeBatch, TreeShape
 from specrs.engine.drafting import trees as united
 from specrs.engine.drafting.budget import RATE, Account
-from specrs.engine.drafting.chooser import FROM_THE_BEGINNING, Share, TreePolicy, nodes_of
+from specrs.engine.drafting.chooser import Share, TreePolicy, nodes_of
 from specrs.engine.drafting.costs import HOSTED, PLAIN, SPECULATIVE
 from specrs.engine.drafting.gathering import Gathering, Proposals
 from specrs.engine.drafting.levels import best_levels, can_unite, most_nodes, tiers, united_levels
@@ -59,14 +59,14 @@ class Drafting:
     # -- one request --------------------------------------------------------------------------------------------
 
     @property
-    def anywhere(self) -> bool:
-        """True if the head may begin anywhere in a request; else it reads all of a request, or none."""
-        return self.policy is not None and self.policy.tail < FROM_THE_BEGINNING
+    def reads_all(self) -> bool:
+        """True if the head reads all of a request, or nothing; else it may begin anywhere."""
+        return self.policy is None or self.policy.tail is None
 
     def begins(self, request: Request) -> int:
         """Return the first position that the head reads of a request if it begins now: a multiple of the page size."""
-        tail = FROM_THE_BEGINNING if self.policy is None else self.policy.tail
-        return max(request.committed - tail, 0) // self._page * self._page
+        tail = None if self.policy is None else self.policy.tail
+        return 0 if tail is None else max(request.committed - tail, 0) // self._page * self._page
 
     def account(self, request: Request) -> Account:
         """Return the request's account, which pays for drafts of every source; opened at the first call."""
@@ -109,7 +109,7 @@ class Drafting:
         if self.policy is None:
             return False
         account, costs = self.account(request), self.policy.costs
-        price = costs.draft_extend.at(request.head.lag) / costs.plain(self._batch) * self._batch
+        price = costs.resume.at(request.lag) / costs.plain(self._batch) * self._batch
         if account.won < price:
             return False
         account.pay(price, self._batch)
@@ -135,7 +135,7 @@ class Drafting:
                     account.wakes = 0.0
         if self._has_head and self._awake(batch.requests):
             able = zip(batch, self._able(batch), strict=True)
-            head = [d and r.head.ready and r.draws.room > 1 for r, d in able]
+            head = [d and r.can_draft and r.max_depth > 0 for r, d in able]
             plan.head = head if any(head) else None
         if self.gathering is not None and proposals is not None and proposals.pays:
             if plan.head is not None and self._prefers_others(batch, plan.head, proposals):
@@ -195,7 +195,7 @@ class Drafting:
     def _lag(self, r: Request) -> int | None:
         """Return how many features the head must run over before the request drafts; ``None`` if it has just
         drafted."""
-        return None if r.head.root is not None else min(r.head.lag, r.committed - self.begins(r))
+        return None if r.head.root is not None else min(r.lag, r.committed - self.begins(r))
 
     def _resume(self, plan: RoundPlan, policy: TreePolicy) -> None:
         """Pay for the features that the head has to run over before the round."""

@@ -349,6 +349,20 @@ class Request:
         return self.committed >= self.prefill_target
 
     @property
+    def lag(self) -> int:
+        """Number of committed positions that the head has not run over; 0 if it does not follow the request."""
+        return self.committed - self.head.end if self.head.followed else 0
+
+    @property
+    def can_draft(self) -> bool:
+        """True if the head can draft in the next round.
+
+        If a root was lost, the head cannot before a plain round has committed a position: it writes no position twice,
+        because the position's page may be shared by now.
+        """
+        return self.head.followed and (self.head.root is not None or self.lag > 0)
+
+    @property
     def produced(self) -> int:
         """Number of tokens generated so far."""
         return len(self.tokens) - self.prompt_len
@@ -465,10 +479,7 @@ class Request:
         return pieces
 
     def admit(self, row: KvSequence, shared: int, drafted: int) -> None:
-        """Begin, or begin again, with ``shared`` cached positions, of which the first ``drafted`` have draft KV, too.
-
-        A head that reads requests from their beginning can follow the request only if both numbers are equal.
-        """
+        """Begin, or begin again, with ``shared`` cached positions; the first ``drafted`` of them have draft KV, too."""
         self.row, self.committed = row, shared
         self.cached_tokens = min(shared, self.prompt_len)
         self.head.admit(shared, drafted)

@@ -14,64 +14,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from specrs._specrs import DraftBeams, GrammarFailedError, Lease, Moves, NonFiniteError, Planner, TreeBatch
-from specrs._specrs import Sequence as KvSequence
 from specrs.engine.drafting.chooser import TreePolicy
 from specrs.engine.drafting.trees import VerifiedTrees
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
 from specrs.engine.rounds.pages import Pages
 from specrs.models import Placement
-from specrs.models.features import Features
 
 Deepen = Callable[[DraftBeams, Sequence[int], int], bool]
 """Called before each draft step with the beams so far, each request's deepest useful level, and the level that the step
 would reach. Returns True to take the step."""
 
 
-@dataclass(eq=False)
-class Entries:
-    """Entries of the head's KV to write: ``counts[i]`` positions of request ``i`` from ``starts[i]`` on.
-
-    The target's features of these positions wait on the request. If nobody kept them (`HeadState.unkept`), the device
-    makes them again.
-    """
-
-    requests: Sequence[Request]
-    seqs: list[KvSequence]
-    starts: list[int]
-    counts: list[int]
-
-    def of(self, some: Sequence[int]) -> Entries:
-        """Return the entries of some of the requests."""
-        requests, seqs, starts, counts = self.requests, self.seqs, self.starts, self.counts
-        return Entries(
-            [requests[i] for i in some], [seqs[i] for i in some], [starts[i] for i in some], [counts[i] for i in some]
-        )
-
-
 class Pass(Protocol):
     """A pass of the target."""
-
-    def features(self, request: int, rows: Sequence[int]) -> Features:
-        """The target's features of the given rows of a request, in order, or `Features.unkept`. The pass must have been
-        told that a head follows."""
 
     def logits(self, request: int, rows: Sequence[int]) -> torch.Tensor:
         """Logits of the given rows of a request, in order: float32 [n, vocab] on the host, until the next pass
         overwrites them. A prefill has logits only for `Request.scored_rows` and for rows that drew a token."""
-
-    def root(self, request: int) -> object | None:
-        """The head's result for the request's new last token (`HeadState.root`), or ``None``.
-
-        The pass has a root if the head has already run over the accepted tokens. The caller then asks for no features
-        of these tokens.
-        """
 
 
 class Prefilled(Pass, Protocol):
@@ -119,17 +84,26 @@ class Watched(Drafted, Protocol):
 
 
 class DraftExecutor(Protocol):
-    """The head's passes. `HeadState.root` holds a value of this executor: the head's result for the last token."""
+    """The head's passes, and its values in `HeadState`: roots, and features of the target that the head has to read."""
 
-    @property
-    def vocabulary(self) -> frozenset[int]:
-        """Tokens that the head can draft."""
+    def keep(self, batch: Batch, passed: Pass, rows: Sequence[Sequence[int]]) -> None:
+        """Keep of a pass what the head needs of the positions that each followed request has just committed.
 
-    def write(self, entries: Entries) -> Sequence[NonFiniteError | None]:
-        """Write draft KV. Returns for each request the error that makes its draft KV unsound, or ``None``."""
+        That is the features, or the root if the device has already run the head over these positions.
 
-    def extend(self, entries: Entries) -> Sequence[object]:
-        """Write draft KV up to the root. Returns the root of each request, or a `NonFiniteError`."""
+        Args:
+            rows: rows of the pass, per request: one for each of these positions, in order.
+        """
+
+    def write(self, requests: Sequence[Request]) -> Sequence[NonFiniteError | None]:
+        """Write draft KV from `HeadState.end` to the last committed position.
+
+        Returns:
+            For each request the error that makes its draft KV unsound, or ``None``.
+        """
+
+    def extend(self, requests: Sequence[Request]) -> Sequence[object]:
+        """Do the same, and return the root of each request, or a `NonFiniteError`."""
 
     def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None) -> Drafted:
         """Draft a tree for each request of the batch, up to the request's depth.
@@ -180,18 +154,17 @@ class Executor(Protocol):
     def copy(self, moves: Moves) -> None:
         """Copy KV from slot to slot, in every cache."""
 
-    def prefill(self, batch: Batch, counts: Sequence[int], drawing: Sequence[int], follow: bool) -> Prefilled:
+    def prefill(self, batch: Batch, counts: Sequence[int], drawing: Sequence[int]) -> Prefilled:
         """Write the KV of each request's next ``counts[i]`` tokens, and draw the next token of some requests.
 
         Args:
             drawing: indices in the batch of the requests that draw.
-            follow: keep features.
         """
 
-    def decode(self, batch: Batch, follow: bool) -> Verified:
+    def decode(self, batch: Batch) -> Verified:
         """Write the KV of each request's last token, and draw the next token. The trees are roots alone."""
 
-    def verify(self, batch: Batch, drafted: Drafted, follow: bool) -> Verified:
+    def verify(self, batch: Batch, drafted: Drafted) -> Verified:
         """Write the KV of all nodes, and accept from each tree's root on the nodes that plain decoding would draw.
 
         Args:

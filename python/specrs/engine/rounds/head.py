@@ -1,8 +1,7 @@
-"""The draft head's part of a round: features that wait, draft KV, roots to draft from, and trees.
+"""The draft head's part of a round: draft KV, roots to draft from, and trees.
 
-The head's entry at position p pairs the target's features of p with the token at p + 1. Features wait on their request
-until the head runs over them. If the head gives NaN, the request loses its drafts and nothing else. An executor runs
-the passes.
+The head's entry at position p pairs the target's features of p with the token at p + 1. If the head gives NaN, the
+request loses its drafts and nothing else. An executor runs the passes.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from specrs.engine.drafting.decisions import Drafting
 from specrs.engine.drafting.plans import RoundPlan
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
-from specrs.engine.rounds.executor import Drafted, DraftExecutor, Entries, Pass, Watched
+from specrs.engine.rounds.executor import Drafted, DraftExecutor, Pass, Watched
 from specrs.engine.rounds.observer import RoundObserver
 
-_MAX_LAG = 64  # features that a request may hold
+_MAX_LAG = 64  # positions that the head may be behind a request after a round
 
 
 class Head:
@@ -33,77 +32,67 @@ class Head:
     def __init__(self, executor: DraftExecutor, drafting: Drafting, observers: Sequence[RoundObserver]) -> None:
         self._executor, self._drafting, self._observers = executor, drafting, observers
 
-    # -- features -----------------------------------------------------------------------------------------------
+    # -- draft KV -----------------------------------------------------------------------------------------------
 
-    def remember(self, batch: Batch, passed: Pass, rows: Sequence[Sequence[int]]) -> None:
-        """Keep the target's features of newly committed positions until the head has run over them.
-
-        If the device has already run the head over these positions, take its root instead.
-
-        Args:
-            rows: rows of the pass to keep, per request.
-        """
-        for i, (r, index) in enumerate(zip(batch, rows, strict=True)):
-            if not index or not r.head.followed:
-                continue
-            root = passed.root(i)
-            if root is not None:
-                r.head.reached(r.committed, root)
-            else:
-                r.head.wait(passed.features(i, index))
-
-    def bound_features(self, batch: Batch) -> None:
-        """Let go of the oldest features of requests that have not drafted for long.
-
-        A head that cannot begin anywhere gives up their drafts.
-        """
-        for r in batch:
-            if r.head.lag < _MAX_LAG:
-                continue
-            position = self._drafting.begins(r)
-            if not self._drafting.anywhere:
-                r.give_up_drafts(r.head.end)
-            elif position > r.head.end:
-                r.head.begin(position)
-
-    # -- passes -------------------------------------------------------------------------------------------------
+    def keep(self, batch: Batch, passed: Pass, rows: Sequence[Sequence[int]]) -> None:
+        """Keep what the head needs of positions that a pass has just committed (`DraftExecutor.keep`)."""
+        if any(r.head.followed for r in batch):
+            self._executor.keep(batch, passed, rows)
 
     def after_prefill(self, reqs: Sequence[Request]) -> None:
-        """Write the draft KV of prompts, as far as they are prefilled: near the end alone if the head may begin there.
+        """Write the draft KV of prompts, and give complete prompts their root.
 
-        A complete prompt gets its root too.
+        A head that may begin anywhere begins near the end of a prompt.
         """
         for r in reqs:
-            if r.head.followed:
+            if r.lag:
                 r.head.begin(self._drafting.begins(r))
-        self.write([r for r in reqs if not r.ready and not r.head.first])
+        if self._drafting.reads_all:
+            self.write([r for r in reqs if not r.ready])
         self.extend([r for r in reqs if r.ready])
 
-    def write(self, reqs: Sequence[Request]) -> None:
-        """Write the draft KV of all features that wait."""
-        reqs = [r for r in reqs if r.head.lag]
-        if not reqs:
-            return
-        entries = self._entries(reqs)
-        errors = self._executor.write(entries)
-        for r, start, n, error in zip(reqs, entries.starts, entries.counts, errors, strict=True):
-            if error is not None:
-                r.give_up_drafts(start, error)
+    def after_round(self, batch: Batch, drafted: Sequence[bool]) -> None:
+        """Run the head over the new tokens of requests that it has drafted for, so that the next round drafts at once.
+
+        A head that is far behind another request begins anew near its end, or gives it up if it reads all of a request.
+        """
+        self.extend([r for r, drew in zip(batch, drafted, strict=True) if drew and r.finish_reason is None])
+        for r in batch:
+            if r.lag < _MAX_LAG:
+                continue
+            if self._drafting.reads_all:
+                r.give_up_drafts(r.head.end)
             else:
-                r.head.wrote(n)
+                r.head.begin(self._drafting.begins(r))
+
+    def write(self, reqs: Sequence[Request]) -> None:
+        """Write the draft KV of all committed positions."""
+        reqs = self._behind(reqs)
+        errors = self._executor.write(reqs) if reqs else ()
+        for r, error in zip(reqs, errors, strict=True):
+            if error is None:
+                r.head.reached(r.committed, None)
+            else:
+                r.give_up_drafts(r.head.end, error)
 
     def extend(self, reqs: Sequence[Request]) -> None:
-        """Run the head over the features that wait, so that draft KV, logits and hidden state reach the root."""
-        reqs = [r for r in reqs if r.head.lag]
-        if not reqs:
-            return
-        entries = self._entries(reqs)
-        roots = self._executor.extend(entries)
-        for r, start, n, root in zip(reqs, entries.starts, entries.counts, roots, strict=True):
+        """Run the head over all committed positions, so that draft KV, logits and hidden state reach the root."""
+        reqs = self._behind(reqs)
+        roots = self._executor.extend(reqs) if reqs else ()
+        for r, root in zip(reqs, roots, strict=True):
             if isinstance(root, NonFiniteError):
-                r.give_up_drafts(start, root)
+                r.give_up_drafts(r.head.end, root)
             else:
-                r.head.reached(start + n, root)
+                r.head.reached(r.committed, root)
+
+    def _behind(self, reqs: Sequence[Request]) -> list[Request]:
+        """Return the requests that the head has to run over, and tell the observers."""
+        behind = [r for r in reqs if r.lag]
+        for o in self._observers if behind else ():
+            o.extended([r.seq for r in behind], [r.head.end for r in behind], [r.lag for r in behind])
+        return behind
+
+    # -- drafts -------------------------------------------------------------------------------------------------
 
     def draft(self, plan: RoundPlan) -> Drafted:
         """Draft a tree for each request that the plan names, and a root alone for the others.
@@ -113,8 +102,7 @@ class Head:
         """
         drafting, proposals = self._drafting, plan.proposals
         for r in plan.drafting:
-            if r.head.lag:
-                r.head.begin(drafting.begins(r))
+            r.head.begin(drafting.begins(r))
         self.extend(plan.drafting)
         if drafting.gathering is None or proposals is None or not proposals.nodes:
             return self._alone(plan)
@@ -166,11 +154,3 @@ class Head:
         """Return the deepest useful level of each request's drafts; 0 for no drafts."""
         drafting = zip(plan.batch, plan.head or (), strict=True)
         return [r.max_depth if drafts and r.head.followed else 0 for r, drafts in drafting]
-
-    def _entries(self, reqs: Sequence[Request]) -> Entries:
-        """Return all positions that wait."""
-        starts, counts = [r.head.end for r in reqs], [r.head.lag for r in reqs]
-        entries = Entries(reqs, [r.seq for r in reqs], starts, counts)
-        for o in self._observers:
-            o.extended(entries.seqs, starts, counts)
-        return entries

@@ -78,22 +78,17 @@ class Runner:
     def admit(self, request: Request) -> None:
         """Give the request a row of the page table, and decide whether the head follows it.
 
-        The head needs the target's features, and no cache keeps features. The prefix cache may have target KV for
-        positions that have no draft KV. A head that may begin anywhere begins behind these positions. For any other
-        head, the target runs over them again to make the features. That pass writes to the request's own pages, which
-        then replace the cached pages.
+        The prefix cache may have target KV for positions that have no draft KV. If the head reads all of a request, the
+        target runs over these positions again, because no cache keeps features. That pass writes to the request's own
+        pages, which then replace the cached pages.
         """
+        request.head.followed &= self.head is not None
         self.pages.admit(request)
-        if self.head is None:
-            request.head.followed = False
         if not request.head.followed:
             return
         if not self.drafting.follows(request):
             request.give_up_drafts(request.head.shared)
-        elif request.head.shared < request.committed:
-            if self.drafting.anywhere:
-                request.head.first = request.committed  # the end of a page, because the cache shares whole pages
-                return
+        elif self.drafting.reads_all and request.head.shared < request.committed:
             most = request.head.shared
             self.pages.release(request)
             self.pages.admit(request, most)
@@ -116,7 +111,7 @@ class Runner:
     def _complete(self, r: Request) -> None:
         """Write the last entries of draft KV if they complete a page from which a later request can go on."""
         page, head = self.config.page_size, self.head
-        if head is None or not self.config.prefix_cache or not r.head.followed or r.head.unkept or r.error is not None:
+        if head is None or not self.config.prefix_cache or not r.head.followed or r.error is not None:
             return
         if r.committed // page > r.head.end // page and not r.head.first and self.drafting.completes(r):
             head.write([r])
@@ -129,7 +124,7 @@ class Runner:
         lease = self._prefill_lease(batch, counts)
         # An error of a kernel may belong to a round in flight, so an error gives up the flight too.
         with _naming(batch.requests), self._abandoning(), lease:
-            prefilled = self.executor.prefill(batch, counts, drawing, self._keeps_features(batch))
+            prefilled = self.executor.prefill(batch, counts, drawing)
             drawn = prefilled.drawn
             prompts = [self._prompt_logprobs(r, i, n, prefilled) for i, (r, n) in enumerate(chunks)]
             firsts = [
@@ -148,7 +143,7 @@ class Runner:
         if self.head is not None:
             try:
                 with self._abandoning():
-                    self.head.remember(batch, prefilled, [range(n) for n in counts])
+                    self.head.keep(batch, prefilled, [range(n) for n in counts])
                     self.head.after_prefill([r for r in batch if r.finish_reason is None])
             except BaseException:
                 self._collected += passed  # the requests already have their tokens
@@ -262,12 +257,11 @@ class Runner:
             drafted: Drafted | None = plan.trees
             if plan.head is not None and self.head is not None:
                 drafted = self.head.draft(plan)
-            follow = self._keeps_features(batch)
             if drafted is None:
-                verified = self.executor.decode(batch, follow)
+                verified = self.executor.decode(batch)
             else:
                 plan.steps = drafted.steps
-                verified = self.executor.verify(batch, drafted, follow)
+                verified = self.executor.verify(batch, drafted)
             single = self._single or bool(self.observers or plan.trees) or any(r.needs_sync for r in batch)
             self._single = False
             longest = self.config.deepest + 1 if plan.drafts else 1
@@ -340,7 +334,7 @@ class Runner:
         flight.dropped |= {rows[i] for i in lost}
         self._single = True  # keeps the scores of the repeated round readable
         for i in lost:
-            batch.requests[i].head.root = None  # the head has run on, so this root is no longer valid
+            batch.requests[i].head.root = None  # the head has run on
         kept = [i for i in range(len(batch)) if i not in lost]
         batch, rows = Batch([batch.requests[i] for i in kept]), [rows[i] for i in kept]
         return batch, rows, self.executor.collect(verified, batch, kept) if rows else verified
@@ -390,25 +384,17 @@ class Runner:
         flight.dropped |= {row for row, p in zip(rows, passed, strict=True) if p.finished}
         self._collected += passed
         kept = [p.kept for p in passed]
-        follows = self.head is not None and self._keeps_features(batch)
-        if self.head is not None and follows:  # skips the work if no request needs the head
-            kept_rows = [path[:n] for path, n in zip(paths, kept, strict=True)]
-            self.head.remember(batch, verified, kept_rows)
+        if self.head is not None:
+            self.head.keep(batch, verified, [path[:n] for path, n in zip(paths, kept, strict=True)])
             for r, cut in zip(batch, cuts, strict=True):
                 if cut:
                     r.head.root = None  # the head may have run beyond what stands
         for o in observers:
             o.committed(kept)
-        if self.head is not None and follows and not flight.rounds:
-            self._run_head(self.head, flight, batch, rows)
+        if self.head is not None and not flight.rounds:
+            head = flight.plan.head or [False] * len(flight.requests)
+            self.head.after_round(batch, [head[row] for row in rows])
         return passed
-
-    def _run_head(self, head: Head, flight: Flight, batch: Batch, rows: Sequence[int]) -> None:
-        """Run the head over new tokens of the requests that it drafted for, so that the next round drafts at once."""
-        if flight.plan.head is not None:
-            drew = [r for r, row in zip(batch, rows, strict=True) if flight.plan.head[row] and r.finish_reason is None]
-            head.extend(drew)
-        head.bound_features(batch)
 
     def _traced(
         self, flight: Flight, batch: Batch, rows: Sequence[int], verified: Verified, paths: Sequence[Sequence[int]]
@@ -456,15 +442,6 @@ class Runner:
                 finally:
                     lease.rollback()
             raise
-
-    def _keeps_features(self, batch: Batch) -> bool:
-        """Return whether a pass has to keep features. It has to if the head follows one of its requests."""
-        if self.head is None:
-            return False
-        for r in batch.requests:  # noqa: SIM110 - runs twice a round, usually to the end, and a loop is faster
-            if r.head.followed:
-                return True
-        return False
 
 
 @contextmanager
