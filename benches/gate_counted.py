@@ -42,18 +42,6 @@ class Frozen(Costs):
         """Take no notice."""
 
 
-class _Untimed:
-    """A round's results, without the time that its pass took on this machine."""
-
-    seconds = None
-
-    def __init__(self, verified: Any) -> None:
-        self._verified = verified
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._verified, name)
-
-
 class Counter:
     """The sum of prices of the passes that an engine has run; the clock of one that drafts by default.
 
@@ -75,7 +63,7 @@ class Counter:
         def observed(outcome: RoundOutcome) -> None:
             beside = BESIDE[outcome.plan.drafts] / 1e3  # what Python spends beside the passes of a round
             self.seconds += beside
-            observe(replace(outcome, verified=_Untimed(outcome.verified), seconds=outcome.seconds + beside))
+            observe(replace(outcome, seconds=None if outcome.seconds is None else outcome.seconds + beside))
 
         runner.drafting.observe = observed
         if llm.speculative:

@@ -3,8 +3,9 @@
 "first": new engines, one request of Python code each, over plain decoding of the same request by a warm plain engine;
 what a new engine takes to make its graphs is in it. "mix": one engine and all kinds of text, in orders that differ; a
 kind's ratio is the median over the orders. Its graphs are there, made by other requests, and what it learnt is not:
-each order begins with the budget and the guesses of a new engine. "batch": likewise, 8 requests at once. Whole
-requests, prompt included. Tokens must be equal.
+each order begins with the budget and the guesses of a new engine. "batch": likewise, 8 requests at once, by the time
+to the end of the last one, and by the mean time to the end of a request. Whole requests, prompt included. Tokens must
+be equal.
 
     python benches/gpu/first.py [--json FILE] [--lengths 64,128,256] [--orders 4] [--temperatures 0,1]
 """
@@ -78,13 +79,13 @@ class Pair:
         steps = len(policy.kinds[0].levels)
         policy.kinds[:] = [Kind.of(one, steps) for one in read_acceptance(assets.draft_dir())]
 
-    def both(self, asked: list[tuple[str, int, float, int]]) -> tuple[float, float, list[Any]]:
-        """Return seconds of plain decoding, the least of two; of the new engine; and its outputs."""
+    def both(self, asked: list[tuple[str, int, float, int]]) -> tuple[float, float, list[Any], list[Any]]:
+        """Return seconds of plain decoding, the less of two runs; of the new engine; its outputs; and the others."""
         assert self.default is not None
         took, outputs = run(self.default, asked)
-        (first, want), (second, _) = run(self.plain, asked), run(self.plain, asked)
+        plain, want = min((run(self.plain, asked) for _ in range(2)), key=lambda one: one[0])
         assert [o.token_ids for o in outputs] == [o.token_ids for o in want], "drafts must not change the tokens"
-        return min(first, second), took, outputs
+        return plain, took, outputs, want
 
 
 def main() -> None:
@@ -111,8 +112,8 @@ def main() -> None:
             for seed, text in enumerate(CODE):
                 one.begin()
                 done.append(one.both([(text, length, temperature, seed)]))
-            tokens, rounds = length * len(CODE), sum(out.rounds for *_, [out] in done)
-            ratios = [plain / took for plain, took, _ in done]
+            tokens, rounds = length * len(CODE), sum(out.rounds for *_, [out], _ in done)
+            ratios = [plain / took for plain, took, *_ in done]
             told(
                 f"first, T={temperature:g}, {length} tokens", ratio=round(statistics.geometric_mean(ratios), 3),
                 requests=[round(r, 2) for r in ratios], tokens_a_round=round(tokens / rounds, 2),
@@ -128,8 +129,14 @@ def main() -> None:
                     sums: dict[str, list[float]] = {}
                     for first in range(0, len(order), pair.batch):
                         some = order[first : first + pair.batch]
-                        plain, took, _ = pair.both([(text, length, temperature, seed) for _, seed, text in some])
-                        for kind in {some[0][0] if pair.batch == 1 else "all kinds", "all kinds"}:
+                        plain, took, *outputs = pair.both([(text, length, temperature, seed) for _, seed, text in some])
+                        times = {"all kinds": (plain, took)}
+                        if pair.batch == 1:
+                            times[some[0][0]] = plain, took
+                        else:
+                            mine, others = (sum(o.seconds for o in each) for each in outputs)
+                            times["all kinds, mean of requests"] = others, mine
+                        for kind, (plain, took) in times.items():
                             both = sums.setdefault(kind, [0.0, 0.0])
                             both[0] += plain
                             both[1] += took

@@ -134,7 +134,6 @@ class Round:
     places: Sequence[int]
     loop: bool = False
     cold = False
-    seconds = None
 
     @cached_property
     def _found(self) -> Found:

@@ -41,8 +41,8 @@ class Launched(Drafting):
         shares: list[Share] | None = None, cold: bool = False,
     ) -> None:  # fmt: skip
         """A round ended. shares: of the head, where other sources drafted too."""
-        verified: Any = SimpleNamespace(trees=trees, cold=cold, seconds=None)
-        outcome = RoundOutcome(plan, range(len(passed)), passed, verified, seconds)
+        verified: Any = SimpleNamespace(trees=trees)
+        outcome = RoundOutcome(plan, range(len(passed)), passed, verified, None if cold or plan.resumes else seconds)
         for p in passed:
             p.request.drafting_rounds += plan.drafts
         self._observe_costs(outcome, self.policy)

@@ -507,7 +507,7 @@ def test_those_who_draft_may_have_ended(world: World) -> None:
     trees = core.TreeBatch.from_parents([[-1]], [[3]])
     request = SimpleNamespace(error=None, finish_reason=None, proposed=0, drafting_rounds=0)
     plan: Any = RoundPlan([request, request], head=[True, False], steps=2)  # type: ignore[arg-type]
-    verified: Any = SimpleNamespace(trees=trees, cold=False, seconds=None)
+    verified: Any = SimpleNamespace(trees=trees)
     passed: Any = [SimpleNamespace(request=request, tokens=[3])]
     llm._runner.drafting.observe(RoundOutcome(plan, [1], passed, verified, 0.1))
 

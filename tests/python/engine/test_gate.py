@@ -211,28 +211,6 @@ def test_a_head_that_begins_late_drafts_as_one_that_sees_nothing_before(
     assert sum(first > 0 for first in firsts) > 20 and len(set(firsts)) > 3, firsts
 
 
-def test_a_request_that_won_leaves_whole_pages_of_draft_kv(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request's last round completes a page: its draft KV is written, so that a next turn can go on from there."""
-    llm = LLM(pair.target, pair.draft, page_size=4)
-    begins(llm, None)
-    decide(monkeypatch, llm, True, DRAFT)
-    pool, whole = llm._runner.pages.pool, 0
-    for paid in (True, False):
-        monkeypatch.setattr(llm._runner.drafting, "completes", lambda _, paid=paid: paid)
-        for length in range(20, 30):
-            prompt = [length % VOCAB, 5, int(paid), 3, 3, length // VOCAB]
-            [out] = llm.generate([prompt], SamplingParams(max_tokens=length))
-            tokens = [*prompt, *out.token_ids]
-            row, shared, drafted = pool.cache_lookup(tokens)
-            pool.release([row])
-            assert shared == (len(tokens) - 1) // 4 * 4
-            assert drafted <= shared
-            if paid:
-                assert drafted == shared
-            whole += drafted == shared
-    assert whole < 20, "no request ended with draft KV that was missing"
-
-
 # -- books -------------------------------------------------------------------------------------------------------------
 
 

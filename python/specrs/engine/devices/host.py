@@ -22,6 +22,7 @@ from specrs import _specrs as core
 from specrs.engine.config import EngineConfig
 from specrs.engine.devices.calibration import calibrated
 from specrs.engine.drafting.chooser import TAIL, TreePolicy
+from specrs.engine.drafting.costs import PassCost
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.head_state import HeadState
 from specrs.engine.request.request import Request
@@ -65,7 +66,6 @@ class HostVerified(_Pass):
     trees: core.TreeBatch
     accepts: core.Accepts
     faults: Sequence[tuple[core.NonFiniteError, int]]
-    seconds: float
     cold = False
     lost: Sequence[int] = ()
     origins: None = None
@@ -138,6 +138,7 @@ class HostExecutor:
         self.planner = core.Planner(geometry, pool, format=capabilities.format, mask=capabilities.mask)
         self.cache = target.new_cache(pool.num_pages, pool.page_size, dtype)
         self.drafts: HostDrafts | None = None
+        self._cost: PassCost | None = None  # of the target's passes, if a cost model goes by it
         if head is not None:
             self.drafts = self._drafts(head, head.new_cache(pool.num_pages, pool.page_size, dtype), config)
 
@@ -153,6 +154,7 @@ class HostExecutor:
         policy = calibrated(self.target, self.cache, head, self.planner, pages)
         if self.planner.format == "native":  # attention of other formats reads all KV of a request
             policy.tail = TAIL
+        self._cost = policy.costs.target
         return policy
 
     def copy(self, moves: core.Moves) -> None:
@@ -198,9 +200,10 @@ class HostExecutor:
         aux = self._features(batch, len(tokens))
         started = time.perf_counter()
         logits = self._logits(tokens, plan, aux, None)
-        seconds = time.perf_counter() - started
+        if self._cost is not None:
+            self._cost.observe(len(tokens), time.perf_counter() - started)
         accepts = core.verify(trees, logits, [r.sampler for r in batch], batch.lens)
-        return HostVerified(aux, starts, logits, trees, accepts, faults, seconds)
+        return HostVerified(aux, starts, logits, trees, accepts, faults)
 
     def commit(self, batch: Batch, lease: core.Lease, verified: Verified) -> None:
         moves = self.planner.commit(lease, batch.seqs, batch.lens, verified.accepts)

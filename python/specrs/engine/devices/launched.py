@@ -99,8 +99,6 @@ class LaunchedRound:
             raise error
         return bucket
 
-    seconds = None  # a launch returns before its passes have run
-
     @property
     def cold(self) -> bool:
         return self.bucket.cold

@@ -11,7 +11,7 @@ decoding takes.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 REQUEST, OF_ANSWER = 3.0, 0.05  # plain rounds that a request may lose at first, but at most this share of its tokens
 ENGINE = 8.0  # plain rounds that a new engine's requests may lose together, and that the head may take for one prompt
@@ -57,10 +57,6 @@ class Account:
     request: TokenBucket
     produced: int = 0
     wakes: float = 0.0
-    _begun: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._begun = self.request.left
 
     def room(self, produced: int, batch: int, own: float = math.inf) -> float:
         """Return the plain rounds that the request may still lose, and earn for its new tokens.
@@ -87,8 +83,3 @@ class Account:
         """
         self.request.pay(rounds)
         self.engine.pay(rounds / batch)
-
-    @property
-    def won(self) -> float:
-        """Plain rounds that the request has won, as far as its bucket remembers them."""
-        return self.request.left - self._begun

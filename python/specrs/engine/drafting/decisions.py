@@ -100,21 +100,6 @@ class Drafting:
             price = policy.entering(r.head.end - max(r.head.first, r.head.shared), self._batch, len(ready))
             self.account(r).engine.pay(price / self._batch)
 
-    def completes(self, request: Request) -> bool:
-        """Pay for the last draft KV of a request that has ended, so that a later request can go on from there.
-
-        Returns:
-            False if the request's drafts have not won that much.
-        """
-        if self.policy is None:
-            return False
-        account, costs = self.account(request), self.policy.costs
-        price = costs.resume.at(request.lag) / costs.plain(self._batch) * self._batch
-        if account.won < price:
-            return False
-        account.pay(price, self._batch)
-        return True
-
     def forget(self, request: Request) -> None:
         """Forget a request that has ended."""
         if self.gathering is not None:
@@ -191,6 +176,9 @@ class Drafting:
             r.give_up_drafts(r.head.end)
         account.wakes = len(r.tokens) + wait
         return -math.inf
+
+    def _any_pays(self, requests: Sequence[Request], batch: int, policy: TreePolicy) -> bool:
+        return any(r.head.followed and self._room(r, batch, policy) > -math.inf for r in requests)
 
     def _lag(self, r: Request) -> int | None:
         """Return how many features the head must run over before the request drafts; ``None`` if it has just
@@ -279,11 +267,12 @@ class Drafting:
         known."""
         head = plan.head or [False] * len(plan.batch)
         idle = [r for r, drafts in zip(plan.batch, head, strict=True) if not drafts and r.finish_reason is None]
-        if self._has_head and self._awake(idle):
+        size, policy = len(batch), self.policy
+        if self._has_head and self._awake(idle) and (policy is None or self._any_pays(idle, size, policy)):
             return False  # a request that does not draft may do so in the next round
-        if plan.head is None or (policy := self.policy) is None:
+        if plan.head is None or policy is None:
             return True
-        size, drew = len(batch), [r for r, drafts in zip(batch, plan.head, strict=True) if drafts]
+        drew = [r for r, drafts in zip(batch, plan.head, strict=True) if drafts]
         least = policy.least_loss(size, max(len(drew), 1))
         if any(self.account(r).room(r.produced, size) < least for r in drew):
             return False
@@ -356,14 +345,8 @@ class Drafting:
     def _observe_costs(self, outcome: RoundOutcome, policy: TreePolicy) -> None:
         """Learn the time of such rounds."""
         plan, costs, size = outcome.plan, policy.costs, len(outcome.passed)
-        resumes, plan.resumes = (
-            plan.resumes,
-            False,
-        )  # only in a plan's first round the head catches up, or reads a prompt
-        if outcome.verified.cold:
+        if outcome.seconds is None:
             return
-        if (seconds := outcome.verified.seconds) is not None:
-            costs.target.observe(sum(outcome.verified.trees.sizes), seconds)
         if not plan.drafts:
             kind, passes = PLAIN, costs.target.at(size)
         elif plan.head is None:
@@ -372,8 +355,7 @@ class Drafting:
             kind, passes = SPECULATIVE, self._passes(outcome, policy) - costs.overhead.at(SPECULATIVE)
         else:
             return  # a round with drafts of both is not comparable with others
-        if not resumes:
-            costs.observe(kind, size, passes, outcome.seconds)
+        costs.observe(kind, size, passes, outcome.seconds)
 
     def _rows(self, outcome: RoundOutcome) -> int:
         """Return the number of rows of the target's pass over drafts."""

@@ -77,14 +77,15 @@ class RoundOutcome:
         rows: the rows of the plan's batch with results; the requests of other rows have ended meanwhile.
         passed: the results of each of these requests.
         verified: the trees of these requests, and the accepted paths.
-        seconds: seconds that the round took.
+        seconds: seconds that the round took; ``None`` if other rounds of its kind take less: it made a graph or memory,
+            or the head caught up in it.
     """
 
     plan: RoundPlan
     rows: Sequence[int]
     passed: Sequence[Passed]
     verified: VerifiedTrees
-    seconds: float
+    seconds: float | None
 
     @property
     def head(self) -> list[bool]:

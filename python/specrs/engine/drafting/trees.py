@@ -40,10 +40,6 @@ class VerifiedTrees(Protocol):
         """The accepted paths and tokens."""
 
     @property
-    def seconds(self) -> float | None:
-        """Seconds of the target's pass; ``None`` where its launch returns before it has run."""
-
-    @property
     def cold(self) -> bool:
         """True if the round took longer than others like it will, since memory or a graph was made for it."""
 

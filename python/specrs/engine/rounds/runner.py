@@ -103,18 +103,9 @@ class Runner:
         Unless the request was aborted, offer its full pages to later requests first.
         """
         if request.row is not None and request.finish_reason is not FinishReason.ABORT:
-            self._complete(request)
             self.pages.share_prefix(request)
         self.pages.release(request)
         self.drafting.forget(request)
-
-    def _complete(self, r: Request) -> None:
-        """Write the last entries of draft KV if they complete a page from which a later request can go on."""
-        page, head = self.config.page_size, self.head
-        if head is None or not self.config.prefix_cache or not r.head.followed or r.error is not None:
-            return
-        if r.committed // page > r.head.end // page and not r.head.first and self.drafting.completes(r):
-            head.write([r])
 
     def prefill(self, chunks: Sequence[tuple[Request, int]]) -> list[Passed]:
         """Write the KV of the next ``n`` tokens of each request, and draw the first token after a complete prompt."""
@@ -317,9 +308,10 @@ class Runner:
         passed = self._commit(flight, batch, rows, verified, observers)
         for o in observers:
             o.ended()
-        now = time.perf_counter()
+        now, resumes = time.perf_counter(), flight.plan.resumes and flight.collected == 1
         began, flight.ended = flight.ended, now
-        self.drafting.observe(RoundOutcome(flight.plan, rows, passed, verified, now - began))
+        seconds = None if verified.cold or resumes else now - began
+        self.drafting.observe(RoundOutcome(flight.plan, rows, passed, verified, seconds))
         if flight.rounds and not flight.closed:
             spare = self.executor.waited - flight.waited
             if self.drafting.others_know_better(*flight.batch(), flight.plan, spare):
