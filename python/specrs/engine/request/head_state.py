@@ -53,7 +53,7 @@ class HeadState:
 
     def reached(self, end: int, root: object | None) -> None:
         """Note that the head has written draft KV up to ``end``, and gave this root if that is the request's end."""
-        self.end, self.root = end, root
+        self.end, self.root, self.features = end, root, None
 
     def give_up(self, sound: int) -> None:
         """Stop drafting for the request; the draft KV of the first ``sound`` positions is sound."""
