@@ -8,6 +8,7 @@ to the end of the last one, and by the mean time to the end of a request. Whole 
 be equal.
 
     python benches/gpu/first.py [--json FILE] [--lengths 64,128,256] [--orders 4] [--temperatures 0,1]
+        [--parts first,mix,batch]
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ def main() -> None:
     parser.add_argument("--lengths", default="64,128,256")
     parser.add_argument("--orders", type=int, default=4)
     parser.add_argument("--temperatures", default="0,1")
+    parser.add_argument("--parts", default="first,mix,batch")
     args = parser.parse_args()
+    parts = args.parts.split(",")
     lengths, temperatures = [int(n) for n in args.lengths.split(",")], [float(t) for t in args.temperatures.split(",")]
     rows: dict[str, Any] = {}
 
@@ -107,7 +110,7 @@ def main() -> None:
     one.begin()
     one.both([(CODE[1], 64, 0.0, 0)])  # the process is warm: kernels are loaded
     for temperature in temperatures:
-        for length in lengths:
+        for length in lengths if "first" in parts else ():
             done = []
             for seed, text in enumerate(CODE):
                 one.begin()
@@ -120,7 +123,7 @@ def main() -> None:
             )  # fmt: skip
     prompts = [(kind, seed, text) for kind, some in KINDS.items() for seed, text in enumerate(some)]
     for name, pair in (("mix", one), ("batch", Pair(8))):
-        for temperature in temperatures:
+        for temperature in temperatures if name in parts else ():
             for length in lengths[:: len(lengths) - 1 or 1]:
                 found: dict[str, list[float]] = {}
                 for turn in range(args.orders):

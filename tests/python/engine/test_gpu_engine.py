@@ -114,8 +114,8 @@ def recorded(
         last[:] = [logits_of(*args)]
         return last[0]
 
-    def prefilled(batch: Batch, counts: Any, drawing: Any, follow: bool) -> Any:
-        done = prefill(batch, counts, drawing, follow)
+    def prefilled(batch: Batch, counts: Any, drawing: Any) -> Any:
+        done = prefill(batch, counts, drawing)
         for j, i in enumerate(drawing):
             r = batch.requests[i]
             note(r.request_id, len(r.tokens) - 1, last[0][j])

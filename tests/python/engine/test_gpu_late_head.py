@@ -70,7 +70,7 @@ class Run:
             observe(outcome)
 
         def entered(enters: Any, each: Any, recalls: bool) -> None:
-            self.recalled += sum(n for *_, n in each) if recalls else 0
+            self.recalled += sum(entries.count for entries in each) if recalls else 0
             enter(enters, each, recalls)
 
         monkeypatch.setattr(drafting, "observe", observed)
