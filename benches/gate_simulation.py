@@ -26,7 +26,7 @@ class Simulated:
         chance: probability that a draft token is accepted.
         ends: tokens at which it ends by itself.
         produced: tokens so far.
-        lag: features that wait; ``None`` where the head is ready to draft.
+        lag: positions that the head has not run over.
         rounds: number of rounds that drafted.
         follows: the head follows it.
     """
@@ -36,7 +36,7 @@ class Simulated:
     chance: float
     ends: int
     produced: int = 0
-    lag: int | None = 1
+    lag: int = 1
     rounds: int = 0
     follows: bool = True
 
@@ -105,7 +105,7 @@ def _round(
     batch, costs, plain, kind = len(live), p.costs, p.costs.plain(len(live)), p.kind(1.0)
     drafting = [lacks == 0.0 for lacks in p.lacking([_room(p, r, batch) for r in live])]
     for r, drafts in zip(live, drafting, strict=True):
-        if drafts and r.lag is not None:
+        if drafts and r.lag:
             waited = p.resuming(r.lag, batch)
             r.account.pay(waited, batch)
             done.took += waited
@@ -134,9 +134,9 @@ def _round(
         if id(r) in drawn:
             wins.append(accepted)
             kind.learn(claims[: nodes[some.index(r)]], drawn[id(r)], gain)
-            r.lag, r.rounds = None, r.rounds + 1
+            r.lag, r.rounds = 0, r.rounds + 1
         else:
-            r.lag = (r.lag or 0) + 1
+            r.lag += 1
     won = p.won(batch, sum(n > 0 for n in nodes), seconds, wins) if some else []
     for r, one in zip(some, won, strict=True):
         r.account.pay(-one, batch)

@@ -381,14 +381,16 @@ def test_plain_rounds_are_what_they_take_behind_each_other(real: float, clock: l
 
 
 def test_a_round_that_stalled_makes_no_other_dear() -> None:
-    beside = Overheads([1e-4, 3e-4])
+    dear = PassCost([1], [1.0])
+    costs = Costs(dear, dear, dear, dear, dear, Overheads([1e-4, 3e-4]))
     for _ in range(40):
-        beside.observe(SPECULATIVE, 3e-4)
-    beside.observe(SPECULATIVE, 1.0)
-    assert beside.at(SPECULATIVE) < 3.2e-4
-    for _ in range(400):  # a lasting change is believed
-        beside.observe(SPECULATIVE, 2e-3)
-    assert beside.at(SPECULATIVE) == pytest.approx(2e-3, rel=0.05) and beside.at(PLAIN) == 1e-4
+        costs.observe(SPECULATIVE, 1, 1e-3, 1.3e-3)
+    plain = costs.overhead.at(PLAIN)
+    costs.observe(SPECULATIVE, 1, 1e-3, 10.0)
+    assert costs.overhead.at(SPECULATIVE) < 4e-4, "it counts as no more than twice its passes"
+    for _ in range(100):  # a lasting change is believed
+        costs.observe(SPECULATIVE, 1, 1e-3, 2.5e-3)
+    assert costs.overhead.at(SPECULATIVE) == pytest.approx(1.5e-3, rel=0.05) and costs.overhead.at(PLAIN) <= plain
 
 
 def test_what_rounds_take_beside_their_passes_is_a_mean() -> None:

@@ -156,7 +156,7 @@ class TreePolicy:
         # The bucket of a short answer may hold less than one round; then its draft KV would be useless.
         return least <= account.request.left and price <= account.engine.left * batch and price < remaining / 2
 
-    def wait(self, account: Account, batch: int, produced: int, lag: int | None) -> float:
+    def wait(self, account: Account, batch: int, produced: int, lag: int) -> float:
         """Return the plain rounds until a request can pay for catching up and for its share of a round with drafts.
 
         The result is 0 if it can pay now.
@@ -164,14 +164,9 @@ class TreePolicy:
         short = self.resuming(lag, batch) + self.least_loss(batch, batch) - account.room(produced, batch)
         return max(short, 0.0) / RATE
 
-    def resuming(self, lag: int | None, batch: int) -> float:
-        """Return the plain rounds that a batch waits until a request can draft again.
-
-        Args:
-            lag: positions that the head is behind; ``None`` if it drafted in the last round.
-            batch: number of requests that run together.
-        """
-        return 0.0 if lag is None else self.costs.resume.at(lag) / self.costs.plain(batch) * batch
+    def resuming(self, lag: int, batch: int) -> float:
+        """Return the plain rounds that a batch waits until the head has run over ``lag`` positions of a request."""
+        return self.costs.resume.at(lag) / self.costs.plain(batch) * batch
 
     def entering(self, tokens: int, batch: int, together: int = 1) -> float:
         """Return the plain rounds that a batch waits for the draft KV of ``tokens`` tokens of a prompt, in a pass over

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 _STEP = 1.015  # factor of the pace at each pass: the pace is a running median, which a stalled pass moves little
 _MEAN = 0.05  # weight of a round in a running mean
-_YOUNG = 8  # first rounds, which move a mean without a limit; later a stalled round moves it no further than others
-_LEAST_STEP = 1e-4  # seconds
 
 
 @dataclass
@@ -89,11 +87,7 @@ class Overheads:
     def observe(self, kind: int, seconds: float) -> None:
         """Learn from a round of this kind that took ``seconds`` beside its passes."""
         self._seen[kind] += 1
-        more = seconds - self._mean[kind]
-        if self._seen[kind] > _YOUNG:
-            most = max(abs(self._mean[kind]) / 2, _LEAST_STEP)
-            more = min(max(more, -most), most)
-        self._mean[kind] += max(1 / (self._seen[kind] + 1), _MEAN) * more
+        self._mean[kind] += max(1 / (self._seen[kind] + 1), _MEAN) * (seconds - self._mean[kind])
 
 
 def _host_overheads() -> Overheads:

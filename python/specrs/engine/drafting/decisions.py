@@ -180,17 +180,16 @@ class Drafting:
     def _any_pays(self, requests: Sequence[Request], batch: int, policy: TreePolicy) -> bool:
         return any(r.head.followed and self._room(r, batch, policy) > -math.inf for r in requests)
 
-    def _lag(self, r: Request) -> int | None:
-        """Return how many features the head must run over before the request drafts; ``None`` if it has just
-        drafted."""
-        return None if r.head.root is not None else min(r.lag, r.committed - self.begins(r))
+    def _lag(self, r: Request) -> int:
+        """Return how many positions the head must run over before the request drafts."""
+        return min(r.lag, r.committed - self.begins(r))
 
     def _resume(self, plan: RoundPlan, policy: TreePolicy) -> None:
         """Pay for the features that the head has to run over before the round."""
         size = len(plan.batch)
         for r in plan.drafting:
-            plan.resumes |= r.head.root is None or r.drafting_rounds == 0
-            if r.head.root is None:
+            plan.resumes |= r.lag > 0 or r.drafting_rounds == 0
+            if r.lag:
                 self.account(r).pay(policy.resuming(self._lag(r), size), size)
 
     def _limit(self, batch: Batch, head: Sequence[bool], policy: TreePolicy) -> float:
