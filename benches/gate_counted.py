@@ -69,8 +69,6 @@ class Counter:
         if llm.speculative:
             runner.drafting.policy.costs = self.costs
             runner.drafting.price(runner.drafting.policy)
-        elif runner.drafting.gathering is not None:
-            runner.drafting.gathering.price(self.costs, runner.drafting.account)
         if runner.executor.drafts is None:
             return
         head, costs = runner.executor.drafts.head, self.costs

@@ -113,7 +113,7 @@ def _round(
     nodes: list[int] = []
     seconds = plain
     if some:
-        limit, levels = p.limit(batch, [r.account.room(r.produced, batch) for r in some]), 1
+        limit, levels = p.limit(batch, [r.account.room(batch) for r in some], p.least_round(batch, len(some))), 1
         while levels < _DEPTH and p.deepen(batch, levels, [(kind, claims[levels - 1 : levels]) for _ in some], limit):
             levels += 1
         drafts_cost = costs.drafting(batch, batch, levels - 1)
@@ -146,10 +146,11 @@ def _room(p: TreePolicy, r: Simulated, batch: int) -> float:
     """Return the room for drafts, asked of the policy as `Drafting` asks."""
     if not r.follows:
         return -math.inf
-    wait = p.wait(r.account, batch, r.produced, r.lag)
+    r.account.earn(r.produced, batch)
+    wait = p.wait(r.account, batch, r.lag)
     if wait == 0.0:
         resuming = p.resuming(r.lag, batch)
-        return r.account.room(r.produced, batch, resuming + p.least_loss(batch, batch)) - resuming
+        return r.account.room(batch, resuming + p.least_loss(batch, batch)) - resuming
     r.follows = wait < (r.tokens - r.produced) / 2
     return -math.inf
 
@@ -178,7 +179,7 @@ def together(p: TreePolicy, requests: Sequence[Simulated], rng: random.Random) -
     """Requests from their beginning to what the engine learns of them."""
     done = decode(p, requests, rng)
     for r in requests:
-        r.account.room(r.produced, len(requests))
+        r.account.earn(r.produced, len(requests))
     return done
 
 

@@ -26,7 +26,6 @@ import torch
 from timing import driver
 
 from specrs import LLM, SamplingParams, assets
-from specrs.engine.drafting.budget import ENGINE, TokenBucket
 from specrs.engine.drafting.chooser import Kind
 from specrs.models.acceptance import read_acceptance
 
@@ -76,7 +75,6 @@ class Pair:
             self._warm = True
         policy = self.default._runner.drafting.policy  # type: ignore[union-attr]
         assert policy is not None
-        policy.buckets[:] = [TokenBucket(ENGINE) for _ in policy.buckets]
         steps = len(policy.kinds[0].levels)
         policy.kinds[:] = [Kind.of(one, steps) for one in read_acceptance(assets.draft_dir())]
 

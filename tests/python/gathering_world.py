@@ -12,7 +12,7 @@ import pytest
 
 import specrs.engine.drafting.gathering as gathering_module
 from specrs.drafters import DraftRequest, Proposal
-from specrs.engine.drafting.budget import Account, TokenBucket
+from specrs.engine.drafting.budget import Account
 from specrs.engine.drafting.chooser import TreePolicy
 from specrs.engine.drafting.costs import HOSTED, Costs, Overheads, PassCost
 from specrs.engine.drafting.gathering import Gathering
@@ -109,16 +109,20 @@ class World:
     """One engine's gathering.
 
     Attributes:
-        buckets: buckets of greedy requests, of those that sample at a low temperature, and at a high one.
+        accounts: accounts of the requests, by number.
         rounds, drafted: number of rounds that it has run, and of those with drafts.
     """
 
     clock: Clock
-    costs: Costs
+    policy: TreePolicy
     gathering: Gathering
-    buckets: list[TokenBucket]
+    accounts: dict[int, Account]
     rounds: int = 0
     drafted: int = 0
+
+    @property
+    def costs(self) -> Costs:
+        return self.policy.costs
 
     def run(self, texts: Sequence[Text]) -> float:
         """Decode until all have ended; seconds."""
@@ -127,13 +131,13 @@ class World:
             batch = Batch(live)  # type: ignore[arg-type]
             proposals = self.gathering.ask(batch)
             self.rounds += 1
-            if proposals is None or not proposals.pays:
+            if proposals is None or proposals.trees is None:
                 self.clock.now += self.costs.plain(len(live))
                 for t in live:
                     t.tokens.append(t.all[len(t.tokens)])
             else:
                 self.drafted += 1
-                hosted = self.gathering.trees_of(proposals)
+                hosted = proposals.trees
                 rows = sum(map(len, hosted.drafts))
                 self.clock.now += self.costs.target.at(rows) + self.costs.overhead.at(HOSTED)
                 passed = [self._walk(t, tree) for t, tree in zip(live, hosted.drafts, strict=True)]
@@ -157,12 +161,15 @@ class World:
 
 def world(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, sources: Sequence[Any], rows: dict[int, float],
-    tiers: Sequence[int] | None = None,
+    tiers: Sequence[int] | None = None, head: float = 9.0, hosted: float = 3e-4,
 ) -> World:  # fmt: skip
-    """An engine whose target's passes take so many seconds, by their rows."""
+    """An engine whose target's passes take so many seconds, by their rows.
+
+    head: seconds of its head's passes; hosted: seconds of rounds with the host's trees beside their passes.
+    """
     monkeypatch.setattr(gathering_module, "time", clock)
-    dear = PassCost([1, 8], [9.0, 9.0])
-    costs = Costs(PassCost(list(rows), list(rows.values())), dear, dear, dear, dear, Overheads([1e-4, 3e-4, 3e-4]))
+    dear = PassCost([1, 8], [head, head])
+    costs = Costs(PassCost(list(rows), list(rows.values())), dear, dear, dear, dear, Overheads([1e-4, 3e-4, hosted]))
     gathering = Gathering(Sources(tuple(map(Source.of, sources)), VOCAB), 16, 15, tiers)
     policy, accounts = TreePolicy(costs), dict[int, Account]()
 
@@ -171,5 +178,5 @@ def world(
             accounts[r.request_id] = policy.account(r.params.temperature, r.prompt_len, 1, r.remaining)
         return accounts[r.request_id]
 
-    gathering.price(costs, account)
-    return World(clock, costs, gathering, policy.buckets)
+    gathering.price(policy, account)
+    return World(clock, policy, gathering, accounts)

@@ -299,9 +299,11 @@ def test_a_cold_round_makes_no_other_look_dear(clock: list[float]) -> None:
     assert levels > 0, "no request pays for making a graph"
 
 
-def others(rate: float, most: int = 8, pays: bool = True) -> Any:
-    """Stand in for other sources, whose proposals are given in tokens for each plain round's time."""
-    return SimpleNamespace(rate=rate / PLAIN_SECONDS, most=most, pays=pays)
+def others(tokens: float, seconds: float = 1.0, nodes: int = 8) -> Any:
+    """Stand in for trees of other sources, which are expected to give so many tokens in so many plain rounds' time."""
+    seconds *= PLAIN_SECONDS
+    trees = TreeBatch.from_parents([list(range(-1, nodes - 1))], [[0] * nodes])
+    return SimpleNamespace(tokens=tokens, seconds=seconds, rate=tokens / seconds, trees=trees)
 
 
 def test_the_heads_drafts_are_joined_by_others_where_that_yields_more() -> None:
@@ -309,9 +311,8 @@ def test_the_heads_drafts_are_joined_by_others_where_that_yields_more() -> None:
     batch: Any = Side([r])
     speculation.plan(batch)
     assert speculation.joins_others(batch, [True], others(2.0))
-    assert not speculation.joins_others(batch, [True], others(2.0, pays=False))
     assert not speculation.joins_others(batch, [True], others(1.0)), "what adds no token only makes the host wait"
-    speculation._adds = 0.0  # the head has had everything that the others had
+    speculation._complement.share = 0.0  # the head has had everything that the others had
     assert not speculation.joins_others(batch, [True], others(2.0))
 
 
@@ -319,8 +320,7 @@ def test_others_draft_alone_where_the_heads_passes_add_little() -> None:
     speculation, r = tree(), request(0)
     batch: Any = Side([r])
     speculation.plan(batch)
-    assert speculation._prefers_others(batch, [True], others(30.0, most=32)), "a sure chain of 32"
-    assert not speculation._prefers_others(batch, [True], others(30.0, most=32, pays=False))
+    assert speculation._prefers_others(batch, [True], others(30.0, nodes=32)), "a sure chain of 32"
     # The others are as good as the head alone, but both together are better.
     kind = speculation.policy.kind(0.0)
     kind.gain, kind.levels[:] = 2.0, [0.8] * SHAPE.steps
@@ -334,7 +334,7 @@ def test_what_others_add_is_learnt_from_rounds_of_both() -> None:
         plan, trees = planned(speculation, r), TreeBatch.from_parents([[-1, 0, 1]], [[0, 0, 0]])
         for _ in range(60):
             speculation.ended(plan, [gave(r, accepted + 1)], 2 * PLAIN_SECONDS, trees, [Share([-0.1], head, had)])
-        return speculation._adds
+        return speculation._complement.share
 
     assert learnt(accepted=6, head=6, had=6) < 0.05, "the head had them all"
     assert learnt(accepted=6, head=0, had=6) > 0.95, "it had none"

@@ -439,7 +439,7 @@ def test_preempted_and_aborted_requests_keep_their_drafting(tiny: Pair) -> None:
     while llm.unfinished:
         llm.step()
     assert sorted(source.begun) == sorted(source.closed)
-    assert llm._runner.drafting.gathering is not None and not llm._runner.drafting.gathering._answers
+    assert llm._runner.drafting.gathering is not None and not llm._runner.drafting.gathering._asked.pending
     llm.audit()
 
 

@@ -236,8 +236,8 @@ def test_plain_rounds_of_requests_that_wait_ask_nothing(pair: Pair, monkeypatch:
     llm = LLM(pair.target, pair.draft, page_size=4, max_batch=2, max_context_len=256)
     policy = policy_of(llm)
     monkeypatch.setattr(policy, "follows", lambda *_: True)
-    for bucket in policy.buckets:
-        bucket.left = -0.5
+    for kind in policy.kinds:
+        kind.bucket.left = -0.5
     asked: list[int] = []
     wait = policy.wait
     monkeypatch.setattr(policy, "wait", lambda account, *rest: asked.append(id(account)) or wait(account, *rest))

@@ -172,14 +172,16 @@ def test_a_purse_is_paid_from_and_saves_up_to_a_limit() -> None:
 def test_an_account_is_a_purse_and_a_share_of_the_bank() -> None:
     engine = TokenBucket(2.0)
     one, two = Account(engine, TokenBucket(3.0)), Account(engine, TokenBucket(3.0))
-    assert one.room(0, 1) == 2.0, "the engine has less"
-    assert one.room(0, 4) == 3.0, "four requests wait at once: a round of theirs is one of the engine's"
+    assert one.room(1) == 2.0, "the engine has less"
+    assert one.room(4) == 3.0, "four requests wait at once: a round of theirs is one of the engine's"
     one.pay(1.0, 1)
-    assert (two.room(0, 1), two.request.left) == (1.0, 3.0)
+    assert (two.room(1), two.request.left) == (1.0, 3.0)
     two.pay(1.0, 4)
     assert engine.left == 0.75
-    assert two.room(100, 4) == pytest.approx(2.0 + 100 * RATE) and engine.left == pytest.approx(0.75 + 25 * RATE)
-    assert two.room(100, 4) == pytest.approx(2.0 + 100 * RATE), "tokens are earned for once"
+    for _ in range(2):
+        two.earn(100, 4)
+        assert two.room(4) == pytest.approx(2.0 + 100 * RATE), "tokens are earned for once"
+        assert engine.left == pytest.approx(0.75 + 25 * RATE)
 
 
 @pytest.mark.parametrize(("tokens", "filled"), [(1, 0.05), (8, 0.4), (59, 2.95), (60, 3.0), (10**6, 3.0)])
@@ -236,8 +238,8 @@ def test_batches_lose_no_more_than_their_budgets(machine: str, batch: int) -> No
 def test_the_first_request_of_an_engine_drafts_from_its_first_round(machine: str) -> None:
     p = policy(*MACHINES[machine])
     r = begin(p, 64, 0.9)
-    assert r.follows and p.wait(r.account, 1, 0, r.lag) == 0.0
-    assert p.lacking([r.account.room(0, 1) - p.resuming(r.lag, 1)]) == [0.0]
+    assert r.follows and p.wait(r.account, 1, r.lag) == 0.0
+    assert p.lacking([r.account.room(1) - p.resuming(r.lag, 1)]) == [0.0]
     assert decode(p, [r], random.Random(1)).took < 0.75 * 64
 
 
@@ -274,18 +276,19 @@ def test_a_request_waits_until_it_can_pay_and_no_longer() -> None:
         p = policy(step=rng.choice((0.05, 0.2, 0.6)), growth=rng.choice((0.01, 0.05)))
         batch, produced = rng.choice((1, 4)), rng.randrange(60)
         account = p.account(0.0, 0, batch, 600)
-        account.room(produced, batch)
+        account.earn(produced, batch)
         account.request.pay(rng.uniform(-0.5, 4.0))
         account.engine.pay(rng.uniform(-0.5, 4.0))
-        wait = p.wait(account, batch, produced, 1)
+        wait = p.wait(account, batch, 1)
         if wait == 0.0:
-            assert account.room(produced, batch) >= p.resuming(1, batch) + p.least_loss(batch, batch)
+            assert account.room(batch) >= p.resuming(1, batch) + p.least_loss(batch, batch)
             continue
         request, engine = account.request.left, account.engine.left
         waited += 1
         for n, pays in ((math.ceil(wait) + 1, True), (max(math.floor(wait) - 1, 0), False)):
             account.request.left, account.engine.left, account.produced = request, engine, produced
-            assert (p.wait(account, batch, produced + n, 1) == 0.0) == pays, (wait, n)
+            account.earn(produced + n, batch)
+            assert (p.wait(account, batch, 1) == 0.0) == pays, (wait, n)
     assert waited > 100
 
 
@@ -327,7 +330,7 @@ def test_no_round_risks_all_that_may_be_lost() -> None:
     p = policy(step=0.2)
     for batch in (1, 4):
         for room in (p.least_loss(batch, batch), 1.0, 3.0, 10.0):
-            seconds = p.limit(batch, [room] * batch)
+            seconds = p.limit(batch, [room] * batch, p.least_round(batch, batch))
             lost = p.lost(batch, batch, seconds) / batch
             assert lost == pytest.approx(max(p.least_loss(batch, batch), 0.7 * room), rel=1e-6)
 
@@ -341,7 +344,7 @@ def test_a_request_is_followed_where_the_bank_pays_and_its_length_may_win_it_bac
     assert not first(policy(), 4, 0), "an answer whose bucket holds no round"
     assert not first(policy(), 10, 900) and first(policy(), 160, 900), "an answer that cannot win its draft KV back"
     p = policy()
-    p.buckets[0].pay(ENGINE)
+    p.kinds[0].bucket.pay(ENGINE)
     assert not first(p, 160, 0)
     assert p.follows(p.account(1.0, 0, 1, 160), 1, 160, 0), "kinds have buckets of their own"
 
@@ -357,8 +360,8 @@ def test_a_head_that_may_begin_anywhere_comes_back() -> None:
     p.tail = TAIL
     account = p.account(0.0, 0, 1, 500)
     account.pay(10.0, 1)
-    wait = p.wait(account, 1, 10, TAIL)
-    assert wait == pytest.approx((p.resuming(TAIL, 1) + p.least_loss(1, 1) - account.room(10, 1)) / RATE)
+    wait = p.wait(account, 1, TAIL)
+    assert wait == pytest.approx((p.resuming(TAIL, 1) + p.least_loss(1, 1) - account.room(1)) / RATE)
 
 
 def test_a_head_that_may_begin_anywhere_follows_long_prompts() -> None:

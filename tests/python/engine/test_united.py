@@ -12,7 +12,7 @@ from flight_world import scored
 from reference_unite import OTHER, OWN, Scored, paths, random_tree, unite
 from specrs._specrs import DraftProposal, TreeBatch, merge_drafts
 from specrs.engine.drafting.sources import HEAD
-from specrs.engine.drafting.trees import shares, traced
+from specrs.engine.drafting.trees import head_shares, traced
 from specrs.engine.request.traces import DraftTree
 
 VOCAB, ROOT = 6, 1
@@ -59,7 +59,7 @@ def test_the_head_has_its_own_nodes_and_their_scores() -> None:
         verified: Any = SimpleNamespace(
             trees=batch, origins=[t.origins for t in trees], accepts=SimpleNamespace(paths=ways)
         )
-        own = shares(verified, passed)  # type: ignore[arg-type]
+        own = head_shares(verified, passed)  # type: ignore[arg-type]
         seen = traced(verified, drafts, range(3), ways, NAMES)
         for i, (tree, draft) in enumerate(zip(trees, drafts, strict=True)):
             said = dict(zip(paths(Scored(draft.tokens, draft.parents, draft.scores)), range(len(draft)), strict=True))

@@ -51,27 +51,31 @@ class Account:
         engine: the bucket of all requests of the same kind.
         request: the request's own bucket.
         produced: number of the request's tokens that both buckets have earned for.
-        wakes: number of tokens at which the request may be able to pay for drafts again.
+        wakes: number of the request's tokens at which it may be able to pay for drafts of the head again.
+        asks_from: number of the request's tokens at which it may be able to pay for asking other sources again.
     """
 
     engine: TokenBucket
     request: TokenBucket
     produced: int = 0
     wakes: float = 0.0
+    asks_from: int = 0
 
-    def room(self, produced: int, batch: int, own: float = math.inf) -> float:
-        """Return the plain rounds that the request may still lose, and earn for its new tokens.
+    def earn(self, produced: int, batch: int) -> None:
+        """Earn for the new tokens of the request, of which there are ``produced`` now, in a batch of ``batch``
+        requests."""
+        new, self.produced = produced - self.produced, produced
+        self.pay(-RATE * new, batch)
+
+    def room(self, batch: int, own: float = math.inf) -> float:
+        """Return the plain rounds that the request may still lose.
 
         Args:
-            produced: number of the request's tokens so far.
             batch: number of requests that run together.
             own: plain rounds that a round with drafts costs each request of the batch. If the request's bucket has
                 them, the engine's bucket pays for the losses of the other requests. Otherwise no single request of a
                 batch could find out that drafts win again.
         """
-        new, self.produced = produced - self.produced, produced
-        self.request.earn(new)
-        self.engine.earn(new / batch)
         engine = self.engine.left * batch
         return engine if self.request.left >= own else min(self.request.left, engine)
 

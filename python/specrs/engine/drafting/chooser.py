@@ -30,12 +30,10 @@ class TreeChoice:
     Attributes:
         nodes: number of draft nodes.
         min_score: cumulative log-probability of the last chosen node.
-        expected: expected tokens of the round, over the batch.
     """
 
     nodes: int
     min_score: float
-    expected: float
 
 
 @dataclass(eq=False)
@@ -50,11 +48,13 @@ class Kind:
             which a draft of the level above is. A device that launches whole rounds chooses by them, since no node's
             probability is seen before the round has ended.
         gain: smoothed ratio of the token rate of rounds with drafts to that of plain rounds.
+        bucket: the plain rounds that all requests of the kind may still lose to drafts together.
     """
 
     temper: float = 1.0
     levels: list[float] = field(default_factory=list)
     gain: float = 1.5
+    bucket: TokenBucket = field(default_factory=lambda: TokenBucket(ENGINE))
 
     @classmethod
     def of(cls, expected: Acceptance, depth: int) -> Kind:
@@ -88,12 +88,12 @@ class Kind:
 
 @dataclass(frozen=True)
 class Share:
-    """One source's part in a request's tree.
+    """The head's part in a request's tree.
 
     Attributes:
-        scores: cumulative log-probabilities that the source gave its nodes, best first.
-        accepted: number of accepted drafts of the source.
-        others: number of accepted drafts of the other sources, if a device has united both trees.
+        scores: cumulative log-probabilities that the head gave its nodes, best first.
+        accepted: number of accepted drafts of the head.
+        others: number of accepted drafts of other sources, if a device has united both trees.
     """
 
     scores: list[float]
@@ -112,7 +112,7 @@ class TreePolicy:
 
     Attributes:
         costs: costs of passes and rounds.
-        kinds, buckets: one for each kind of requests, by `by_temperature`.
+        kinds: one for each kind of requests, by `by_temperature`.
         tail: positions that the head reads before its first draft, so that it may begin anywhere in a request, at any
             time; ``None`` if it reads all of a request, or nothing.
 
@@ -122,7 +122,6 @@ class TreePolicy:
 
     costs: Costs
     kinds: list[Kind] = field(default_factory=lambda: [Kind() for _ in range(3)])
-    buckets: list[TokenBucket] = field(default_factory=lambda: [TokenBucket(ENGINE) for _ in range(3)])
     tail: int | None = None
     _level_yield: float = 0.75  # share of a level's chance that the next level keeps
 
@@ -138,7 +137,7 @@ class TreePolicy:
             batch: number of requests that run together.
             tokens: the most tokens that the request may generate.
         """
-        account = Account(self.buckets[by_temperature(temperature)], TokenBucket(request_bucket(tokens)))
+        account = Account(self.kind(temperature).bucket, TokenBucket(request_bucket(tokens)))
         account.engine.earn(self.prefilling(prompt, 1) / batch)
         return account
 
@@ -156,12 +155,12 @@ class TreePolicy:
         # The bucket of a short answer may hold less than one round; then its draft KV would be useless.
         return least <= account.request.left and price <= account.engine.left * batch and price < remaining / 2
 
-    def wait(self, account: Account, batch: int, produced: int, lag: int) -> float:
+    def wait(self, account: Account, batch: int, lag: int) -> float:
         """Return the plain rounds until a request can pay for catching up and for its share of a round with drafts.
 
         The result is 0 if it can pay now.
         """
-        short = self.resuming(lag, batch) + self.least_loss(batch, batch) - account.room(produced, batch)
+        short = self.resuming(lag, batch) + self.least_loss(batch, batch) - account.room(batch)
         return max(short, 0.0) / RATE
 
     def resuming(self, lag: int, batch: int) -> float:
@@ -180,8 +179,11 @@ class TreePolicy:
 
     def least_loss(self, batch: int, drafting: int) -> float:
         """Return the plain rounds that each of ``drafting`` requests loses if its only draft node is refused."""
-        seconds = self.costs.drafting(batch, batch, 0) + self.costs.target.at(batch + drafting)
-        return self.lost(batch, drafting, seconds) / drafting
+        return self.lost(batch, drafting, self.least_round(batch, drafting)) / drafting
+
+    def least_round(self, batch: int, drafting: int) -> float:
+        """Return the seconds of a round in which the head drafts one node for each of ``drafting`` requests."""
+        return self.costs.drafting(batch, batch, 0) + self.costs.target.at(batch + drafting)
 
     def lost(self, batch: int, drafting: int, seconds: float) -> float:
         """Return the plain rounds that a batch loses by a round of ``seconds`` whose drafts are all refused.
@@ -221,14 +223,18 @@ class TreePolicy:
             lacking[i] = self.least_loss(size, able + 1) - rooms[i]
         return lacking
 
-    def limit(self, batch: int, rooms: Sequence[float]) -> float:
+    def limit(self, batch: int, rooms: Sequence[float], least: float) -> float:
         """Return the seconds that a round may take.
 
         No request that drafts risks more than a part of its room, so that it can still draft after one bad round of
         many levels. But a round with one draft each may always be tried.
+
+        Args:
+            rooms: plain rounds that each request that drafts may lose.
+            least: seconds of a round with one draft each.
         """
-        share = max(self.least_loss(batch, len(rooms)), _RISK * min(rooms))
-        return self.costs.plain(batch) * (1.0 + share * len(rooms) / (2 * batch - len(rooms))) * (1.0 + 1e-9)
+        risked = _RISK * min(rooms) * len(rooms) / (2 * batch - len(rooms))
+        return max(self.costs.plain(batch) * (1.0 + risked), least) * (1.0 + 1e-9)
 
     def deepen(
         self, batch: int, steps: int, beams: Sequence[tuple[Kind, Sequence[float]]], limit: float = math.inf
@@ -263,7 +269,8 @@ class TreePolicy:
             drafting: seconds that the round takes beside the target's pass.
             limit: seconds that the round may take.
         """
-        return TreeChoice(*nodes.choose(batch, self.costs.target.table, drafting, limit))
+        count, min_score, _ = nodes.choose(batch, self.costs.target.table, drafting, limit)
+        return TreeChoice(count, min_score)
 
 
 def nodes_of(scored: Sequence[tuple[float, Kind]]) -> DraftNodes:

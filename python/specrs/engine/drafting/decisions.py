@@ -11,19 +11,15 @@ from collections.abc import Sequence
 from torch.utils.dlpack import from_dlpack
 
 from specrs._specrs import DraftBeams, TreeBatch, TreeShape
-from specrs.engine.drafting import trees as united
 from specrs.engine.drafting.budget import RATE, Account
 from specrs.engine.drafting.chooser import Share, TreePolicy, nodes_of
 from specrs.engine.drafting.costs import HOSTED, PLAIN, SPECULATIVE
-from specrs.engine.drafting.gathering import Gathering, Proposals
+from specrs.engine.drafting.gathering import Gathering, HostTrees
 from specrs.engine.drafting.levels import best_levels, can_unite, most_nodes, tiers, united_levels
 from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
+from specrs.engine.drafting.trees import Complement, head_shares
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
-
-_LEARN = 0.05
-_ADDS = 0.5  # share of other sources' accepted drafts that the head is assumed to lack, before any round with both
-_FORGETS = 5e-4  # part of that share's change that a round without both takes back, so that both are tried again
 
 
 class Drafting:
@@ -48,13 +44,13 @@ class Drafting:
         self._shape, self._page, self._has_head = shape, page, has_head
         self._accounts: dict[int, Account] = {}  # by request, from its first admission to its end
         self._batch = 1  # of the last round
-        self._adds = _ADDS
+        self._complement = Complement()
 
     def price(self, policy: TreePolicy) -> None:
         """Let a cost model decide from now on."""
         self.policy = policy
         if self.gathering is not None:
-            self.gathering.price(policy.costs, self.account)
+            self.gathering.price(policy, self.account)
 
     # -- one request --------------------------------------------------------------------------------------------
 
@@ -106,7 +102,7 @@ class Drafting:
             self.gathering.forget(request)  # may pay
         account = self._accounts.pop(request.request_id, None)
         if account is not None:
-            account.room(request.produced, self._batch)
+            account.earn(request.produced, self._batch)
 
     # -- before a round -----------------------------------------------------------------------------------------
 
@@ -122,11 +118,11 @@ class Drafting:
             able = zip(batch, self._able(batch), strict=True)
             head = [d and r.can_draft and r.max_depth > 0 for r, d in able]
             plan.head = head if any(head) else None
-        if self.gathering is not None and proposals is not None and proposals.pays:
-            if plan.head is not None and self._prefers_others(batch, plan.head, proposals):
+        if proposals is not None and proposals.trees is not None:
+            if plan.head is not None and self._prefers_others(batch, plan.head, proposals.trees):
                 plan.head = None
             if plan.head is None:
-                plan.trees = self.gathering.trees_of(proposals)
+                plan.trees = proposals.trees
         return plan
 
     def start(self, plan: RoundPlan) -> None:
@@ -168,10 +164,11 @@ class Drafting:
         A request that is not expected to pay for drafts again gives them up.
         """
         account, lag = self.account(r), self._lag(r)
-        wait = policy.wait(account, batch, r.produced, lag)
+        account.earn(r.produced, batch)
+        wait = policy.wait(account, batch, lag)
         if wait == 0.0:
             resuming = policy.resuming(lag, batch)
-            return account.room(r.produced, batch, resuming + policy.least_loss(batch, batch)) - resuming
+            return account.room(batch, resuming + policy.least_loss(batch, batch)) - resuming
         if wait >= r.remaining / 2:
             r.give_up_drafts(r.head.end)
         account.wakes = len(r.tokens) + wait
@@ -194,50 +191,43 @@ class Drafting:
 
     def _limit(self, batch: Batch, head: Sequence[bool], policy: TreePolicy) -> float:
         size = len(batch)
-        rooms = [self.account(r).room(r.produced, size) for r, drafts in zip(batch, head, strict=True) if drafts]
-        return policy.limit(size, rooms)
+        rooms = [self.account(r).room(size) for r, drafts in zip(batch, head, strict=True) if drafts]
+        return policy.limit(size, rooms, policy.least_round(size, len(rooms)))
 
     def _best(self, batch: Batch, head: Sequence[bool], policy: TreePolicy) -> tuple[int, float, float]:
         """Return the `best_levels` of a batch."""
         kinds = [policy.kind(r.params.temperature) for r, drafts in zip(batch, head, strict=True) if drafts]
         return best_levels(self._shape, policy.costs, kinds, len(batch), self._limit(batch, head, policy))
 
-    def _prefers_others(self, batch: Batch, head: Sequence[bool], others: Proposals) -> bool:
+    def _prefers_others(self, batch: Batch, head: Sequence[bool], others: HostTrees) -> bool:
         """Return whether other sources' drafts without the head's passes yield more tokens a second."""
-        if (policy := self.policy) is None or not others.pays:
+        if (policy := self.policy) is None:
             return False
         gains = [policy.kind(r.params.temperature).gain for r, drafts in zip(batch, head, strict=True) if drafts]
-        rate = sum(gains) / len(gains) * len(batch) / policy.costs.plain(len(batch))
-        if others.rate <= rate:
+        if others.rate <= sum(gains) / len(gains) * len(batch) / policy.costs.plain(len(batch)):
             return False
-        return not self.launched or others.rate > self._united_rates(batch, head, others, policy)[self.unites]
+        if not self.launched:
+            return True
+        alone, both = self._rates(batch, head, others, policy)
+        return others.rate > (both if self.unites else alone)
 
-    def joins_others(self, batch: Batch, head: Sequence[bool], others: Proposals) -> bool:
-        """Return whether the head's and other sources' drafts together yield more tokens a second than the head's
-        alone.
-
-        This is for rounds whose trees the device makes.
-        """
+    def joins_others(self, batch: Batch, head: Sequence[bool], others: HostTrees) -> bool:
+        """Return whether the head's drafts yield more tokens a second if a device unites them with others."""
         if self.policy is None:
             return True
-        if not others.pays:
-            return False
-        alone, both = self._united_rates(batch, head, others, self.policy)
+        alone, both = self._rates(batch, head, others, self.policy)
         return both > alone
 
-    def _united_rates(
-        self, batch: Batch, head: Sequence[bool], others: Proposals, policy: TreePolicy
-    ) -> tuple[float, float]:
+    def _rates(self, batch: Batch, head: Sequence[bool], others: HostTrees, policy: TreePolicy) -> tuple[float, float]:
         """Return the expected tokens a second of the head's drafts, alone and united with other sources' drafts."""
         costs, size, shape = policy.costs, len(batch), self._shape
         levels, tokens, seconds = self._best(batch, head, policy)
-        most = min(others.most, shape.draft_tokens)
-        rows = most_nodes(shape, united_levels(shape, levels, most))
-        more = others.rate * (costs.overhead.at(HOSTED) + costs.target.at(size * most)) - size
+        rows = most_nodes(shape, united_levels(shape, levels, max(others.trees.sizes)))
         # The host has to read the results of such a round before the next round.
         longer = costs.overhead.at(HOSTED) + costs.target.at(size * rows)
         longer -= costs.target.at(size * most_nodes(shape, levels))
-        return tokens / seconds, (tokens + self._adds * max(more, 0.0)) / (seconds + longer)
+        added = self._complement.share * max(others.tokens - size, 0.0)
+        return tokens / seconds, (tokens + added) / (seconds + longer)
 
     # -- during a round -----------------------------------------------------------------------------------------
 
@@ -273,8 +263,11 @@ class Drafting:
             return True
         drew = [r for r, drafts in zip(batch, plan.head, strict=True) if drafts]
         least = policy.least_loss(size, max(len(drew), 1))
-        if any(self.account(r).room(r.produced, size) < least for r in drew):
-            return False
+        for r in drew:
+            account = self.account(r)
+            account.earn(r.produced, size)
+            if account.room(size) < least:
+                return False
         return self._best(batch, plan.head, policy)[0] == plan.levels
 
     def others_know_better(self, batch: Batch, rows: Sequence[int], plan: RoundPlan, spare: float) -> bool:
@@ -289,16 +282,16 @@ class Drafting:
         if self.gathering is None or not len(batch):
             return False
         proposals = self.gathering.ask(batch, spare=spare)
-        if proposals is None or not proposals.pays:
+        if proposals is None or (trees := proposals.trees) is None:
             return False
         if plan.head is None or self.policy is None:
             return True
         head = [plan.head[row] for row in rows]
         if not any(head):
             return False
-        if self._prefers_others(batch, head, proposals):
+        if self._prefers_others(batch, head, trees):
             return True
-        return self.unites and self.joins_others(batch, head, proposals)
+        return self.unites and self.joins_others(batch, head, trees)
 
     # -- after a round ------------------------------------------------------------------------------------------
 
@@ -335,7 +328,7 @@ class Drafting:
             gathering.observe(passed, rows, hosted, None)
             return None
         if plan.united:
-            heads = united.shares(outcome.verified, passed)
+            heads = head_shares(outcome.verified, passed)
         else:
             heads = [gathering.share(hosted.head[row], p) for row, p in zip(rows, passed, strict=True)]
         gathering.observe(passed, rows, hosted, [share.accepted for share in heads])
@@ -379,7 +372,7 @@ class Drafting:
         if shares is None:
             each = zip(_draft_scores(outcome.verified.trees), passed, strict=True)
             shares = [Share(scores, len(p.tokens) - 1) for scores, p in each]
-            self._adds += _FORGETS * (_ADDS - self._adds)
+            self._complement.fade()
         # This is the modelled time, not the measured one, so that a stall of the machine decides nothing.
         took, drawn = self._passes(outcome, policy), sum(len(p.tokens) for p in passed)
         cost = took / policy.costs.plain(size)  # in rounds of plain decoding
@@ -403,9 +396,7 @@ class Drafting:
         """
         kind = policy.kind(r.params.temperature)
         kind.learn(share.scores, share.accepted, gain)
-        if share.others:
-            added = max(accepted - share.accepted, 0)
-            self._adds += _LEARN * (min(added / share.others, 1.0) - self._adds)
+        self._complement.learn(accepted, share)
         if self.launched and r.finish_reason is None:  # a request that has ended had less room than others
             kind.reached(share.accepted, levels)
 

@@ -64,7 +64,7 @@ def best_levels(
     Returns:
         The number of levels, the expected tokens of such a round, and its seconds.
     """
-    best, best_rate, expected = (1, float(batch), costs.plain(batch)), 0.0, float(batch)
+    choices, expected = list[tuple[int, float, float]](), float(batch)
     reached, tried = [1.0] * len(kinds), drafted_levels(shape)
     for levels in range(1, shape.steps + 1):
         reached = [p * kind.levels[levels - 1] for p, kind in zip(reached, kinds, strict=True)]
@@ -75,6 +75,5 @@ def best_levels(
         seconds += costs.target.at(batch * most_nodes(shape, levels))
         if levels > 1 and seconds > limit:
             break
-        if expected / seconds > best_rate:
-            best, best_rate = (levels, expected, seconds), expected / seconds
-    return best
+        choices.append((levels, expected, seconds))
+    return max(choices, key=lambda choice: choice[1] / choice[2])

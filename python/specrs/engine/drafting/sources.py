@@ -1,7 +1,7 @@
-"""Sources of drafts beside the head: one engine's drafters, and what each says of each request.
+"""Sources of drafts beside the head: one engine's drafters, and their proposals for each request.
 
-A drafter may be a user's own. What it raises, or says that is no tree, costs its request drafts and the user a warning
-that names it; the request goes on, and nothing leaves this module that is out of bounds.
+A drafter may be a user's own. If it raises an error or proposes no valid tree, the request goes on without it, and a
+warning tells the user its name. Nothing leaves this module that is out of bounds.
 
 A warning may be an error (``-W error``), and a drafter is called in the midst of passes. So warnings wait until
 `Sources.warn` is called, between passes.
@@ -43,27 +43,26 @@ class Source:
 
     @classmethod
     def of(cls, drafter: Drafter) -> Source:
-        """The source that a drafter is."""
+        """Return the source of a drafter, with its present name and depth."""
         return drafter if isinstance(drafter, Source) else cls(drafter.name, drafter.depth, drafter)
 
     def begin(self, request: DraftRequest) -> Drafting:
-        """As `Drafter.begin`."""
+        """Begin a request, as `Drafter.begin` does."""
         return self.drafter.begin(request)
 
     def bytes(self) -> int:
-        """Memory that it shares between requests, as far as it says so."""
+        """Return the bytes that the drafter shares between requests, as far as it says so."""
         try:
             return max(operator.index(self.drafter.bytes()), 0) if isinstance(self.drafter, Holding) else 0
-        except Exception:  # it drafts all the same
+        except Exception:  # the drafter can draft all the same
             return 0
 
 
 def checked(proposal: Drafts, nodes: int, depth: int, vocab_size: int) -> DraftProposal:
-    """A proposal that can be relied on. Raises ValueError, TypeError and whatever reading it raises where it is none.
+    """Return a drafter's proposal as a valid tree; if it is none, raise ValueError, TypeError or an error of its own.
 
-    One of the core's own may be deeper than was asked for; merging cuts it.
-
-    Nothing is read of a proposal behind one node more than it may have.
+    A proposal of the core's own drafters may be deeper than ``depth``; merging cuts it. No more of a proposal is read
+    than one node above ``nodes``.
     """
     if proposal is None:
         raise TypeError("it returned None; it returns a Proposal, perhaps an empty one")
@@ -91,7 +90,7 @@ def _check_nodes(
     parents: Sequence[int], tokens: Sequence[int], probs: Sequence[float], buckets: Sequence[int], depth: int,
     vocab_size: int,
 ) -> None:  # fmt: skip
-    """Nodes of a tree of so many levels at most, or ValueError."""
+    """Raise ValueError unless these are the nodes of a tree of up to ``depth`` levels."""
     levels: list[int] = []
     seen: set[tuple[int, int]] = set()
     for i, (parent, token, prob, bucket) in enumerate(zip(parents, tokens, probs, buckets, strict=True)):
@@ -130,7 +129,7 @@ class DraftSession:
     observes: bool = False
 
     def begin(self, request: DraftRequest) -> None:
-        """Ask the drafter for a drafting of the request."""
+        """Begin to draft for the request."""
         try:
             self.drafting = self.source.begin(request)
             if self.drafting is None:
@@ -141,7 +140,7 @@ class DraftSession:
         self.tokens = len(request.prompt)
 
     def catch_up(self, tokens: Sequence[int]) -> None:
-        """Tell it the request's tokens that it does not know."""
+        """Tell the drafter the request's tokens that it does not know."""
         if self.drafting is None or len(tokens) <= self.tokens:
             return
         new, self.tokens = list(tokens[self.tokens :]), len(tokens)
@@ -151,7 +150,7 @@ class DraftSession:
             self.fail("extend", error)
 
     def propose(self, tokens: Sequence[int], nodes: int, depth: int, vocab_size: int) -> DraftProposal | None:
-        """What it proposes behind a request's tokens, of which it is told first; ``None`` for nothing."""
+        """Tell the drafter the request's tokens, and return its proposal; ``None`` if it proposes nothing."""
         depth = min(depth, self.source.depth)
         if nodes < 1 or depth < 1:
             return None
@@ -166,7 +165,7 @@ class DraftSession:
             return None
 
     def observe(self, tokens: Sequence[int], top: Sequence[Sequence[int]]) -> None:
-        """Tell it what the target made of a verified tree."""
+        """Tell the drafter the tokens of a verified tree, and the likeliest tokens behind each."""
         if self.drafting is None or not self.observes:
             return
         try:
@@ -175,7 +174,7 @@ class DraftSession:
             self.fail("observe", error)
 
     def bytes(self) -> int:
-        """Memory that it says it holds."""
+        """Return the bytes that the drafting says it holds."""
         if self.drafting is None:
             return 0
         try:
@@ -185,12 +184,12 @@ class DraftSession:
             return 0
 
     def fail(self, what: str, error: Exception) -> None:
-        """The request goes on without it."""
+        """End the drafting after an error; the request goes on without it."""
         self.close(quiet=True)
         self.faults.append(f"{self._said(what, error)}; request {self.request_id} goes on without it")
 
     def close(self, quiet: bool = False) -> None:
-        """It drafts no more. quiet: it has failed already, and nobody is told of another error."""
+        """End the drafting; ``quiet`` if it has failed already, so that no other error is reported."""
         drafting, self.drafting = self.drafting, None
         if drafting is None:
             return
@@ -222,40 +221,44 @@ class Sources:
     _told: dict[int, list[DraftSession]] = field(default_factory=dict)  # by request
     _faults: deque[str] = field(default_factory=deque)
 
-    def of(self, request: Request) -> list[DraftSession]:
-        """A request's draftings, begun where it has none. Each is told of tokens by `DraftSession.propose`."""
-        told = self._told.get(request.request_id)
-        if told is None:
-            told = [DraftSession(source, request.request_id, self._faults) for source in self.all]
-            self._told[request.request_id] = told
-            prompt = tuple(request.tokens[: request.prompt_len])
-            known = DraftRequest(
-                request.request_id, prompt, self.vocab_size, tuple(request.prediction), request.params.cache_salt
-            )
-            for one in told:
-                one.begin(known)
+    def begun(self, request: Request) -> list[DraftSession]:
+        """Return a request's draftings; none if it has not begun."""
+        return self._told.get(request.request_id, [])
+
+    def begin(self, request: Request) -> list[DraftSession]:
+        """Begin a request's draftings. `DraftSession.propose` tells each of them new tokens."""
+        told = [DraftSession(source, request.request_id, self._faults) for source in self.all]
+        self._told[request.request_id] = told
+        prompt = tuple(request.tokens[: request.prompt_len])
+        known = DraftRequest(
+            request.request_id, prompt, self.vocab_size, tuple(request.prediction), request.params.cache_salt
+        )
+        for one in told:
+            one.begin(known)
         return told
 
     def forget(self, request: Request) -> None:
-        """The request has ended, or has never begun."""
+        """Forget a request that has ended, or has never begun."""
         for one in self._told.pop(request.request_id, ()):
             one.close()
 
     def close(self) -> None:
-        """Every request has ended."""
+        """Forget all requests, which have ended."""
         told, self._told = self._told, {}
         for each in told.values():
             for one in each:
                 one.close()
 
     def bytes(self) -> int:
-        """Memory that all of them say they hold: draftings, and what a drafter shares between requests."""
+        """Return the bytes that draftings say they hold, and that drafters share between requests."""
         held = sum(one.bytes() for told in self._told.values() for one in told)
         return held + sum(source.bytes() for source in self.all)
 
     def warn(self) -> None:
-        """Tell the user what has failed since the last time. Where warnings are errors, the first one is raised, and
-        has the others as notes: each step raises once, however many drafters failed in it."""
+        """Warn the user of the failures since the last call.
+
+        Where warnings are errors, the first one is raised, with the others as notes, so that each step raises once.
+        """
         if not self._faults:  # every step asks
             return
         faults = list(self._faults)

@@ -1,13 +1,14 @@
 """The head's trees beside those of the host: as proposals, and united by a device.
 
-`DraftExecutor.unite` asks for a round with such trees. The device finds out which nodes both have, and tells whose each
-is (`VerifiedTrees.origins`). Whoever has a node has its parent too.
+`DraftExecutor.unite` asks for a round with united trees. The device finds the nodes that both have, and tells the
+origin of each node (`VerifiedTrees.origins`). A node's parent is of all origins that the node is of.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
@@ -21,6 +22,9 @@ from specrs.engine.request.traces import DraftTree
 
 _HEADS, _HOSTS = 1, 2  # bits of an origin
 _DECILES = 10  # calibration classes of the head's nodes
+_UNKNOWN = 0.5  # share that the head is taken to lack, before any round with united trees
+_LEARN = 0.05  # weight of a request's united tree
+_FADE = 5e-4  # weight of `_UNKNOWN` in a round without
 
 
 class VerifiedTrees(Protocol):
@@ -44,16 +48,37 @@ class VerifiedTrees(Protocol):
         """True if the round took longer than others like it will, since memory or a graph was made for it."""
 
     def likeliest(self, requests: Sequence[int], count: int) -> Sequence[tuple[list[int], list[list[int]]]] | None:
-        """Tokens of the nodes of some requests' trees, and ``count`` tokens that the target finds likeliest behind each
-        node, the likeliest first. ``None`` where the device no longer has the scores.
+        """Return the tokens of the nodes of some requests' trees, and the ``count`` tokens that the target finds
+        likeliest behind each node, likeliest first. ``None`` where the device no longer has the scores.
 
         Args:
             requests: their places in the batch, ascending.
         """
 
 
-def shares(verified: VerifiedTrees, passed: Sequence[Passed]) -> list[Share]:
-    """The head's part of what a round with united trees gave each request."""
+@dataclass
+class Complement:
+    """The share of other sources' accepted drafts that the head lacks, which is what they add to the head's drafts.
+
+    Attributes:
+        share: the share, learnt from rounds with united trees.
+    """
+
+    share: float = _UNKNOWN
+
+    def learn(self, accepted: int, share: Share) -> None:
+        """Learn from a request's united tree, of which the target has accepted ``accepted`` drafts."""
+        if share.others:
+            added = max(accepted - share.accepted, 0)
+            self.share += _LEARN * (min(added / share.others, 1.0) - self.share)
+
+    def fade(self) -> None:
+        """Forget a little in a round with the head's drafts alone, so that both are tried again some day."""
+        self.share += _FADE * (_UNKNOWN - self.share)
+
+
+def head_shares(verified: VerifiedTrees, passed: Sequence[Passed]) -> list[Share]:
+    """Return the head's part in each request's tree, after a round with united trees."""
     origins, found, first = verified.origins, [], 0
     assert origins is not None
     scores: list[float] = from_dlpack(verified.trees.scores).tolist()
@@ -70,13 +95,13 @@ def traced(
     verified: VerifiedTrees, drafts: Sequence[MergedDrafts], wanted: Sequence[int], paths: Sequence[Sequence[int]],
     names: Sequence[str],
 ) -> list[DraftTree]:  # fmt: skip
-    """The united trees of some requests, as users see them.
+    """Return the united trees of some requests, as users see them.
 
     Args:
         drafts: the host's tree of each request.
-        wanted: the requests.
+        wanted: the places of these requests.
         paths: the accepted path of each request, with its root.
-        names: of all that draft.
+        names: names of all that draft.
     """
     origins, head, found = verified.origins, 1 << names.index(HEAD), []
     assert origins is not None
@@ -97,7 +122,7 @@ def traced(
 
 
 def head_proposals(trees: TreeBatch) -> list[DraftProposal | None]:
-    """The head's trees as proposals: a node's probability is what it adds to its parent's."""
+    """Return the head's trees as proposals, in which a node's probability is conditional on its parent."""
     arrays = [from_dlpack(a).tolist() for a in (trees.parents, trees.tokens, trees.scores)]
     proposals: list[DraftProposal | None] = []
     first = 0

@@ -1,4 +1,4 @@
-"""What a source of drafts is worth to an engine, by which it is decided how often to ask it.
+"""The worth of a source of drafts to an engine, which decides how often the source is asked.
 
 The constants were compared by counted gains (`benches/bench_drafters.py`, suffix and recycling).
 """
@@ -22,27 +22,27 @@ class SourceWorth:
             source had said; nothing where no drafts are worth verifying.
         cost: seconds of asking, of merging and weighing the answer, and of telling the source what came of it.
         answers: how many there were.
-        last: number of the round that it was last asked for.
+        rested: rounds since it was last asked.
     """
 
     gain: float = _GAIN
     cost: float = 0.0
     answers: int = 0
-    last: int = 0
+    rested: int = 0
 
-    def due(self, round_: int, plain: float, spare: float) -> bool:
-        """Whether to ask it for a round: for each while it gains what asking costs, else as often as `_IDLE` allows.
+    def due(self, plain: float, spare: float) -> bool:
+        """Return whether to ask it for a round: for each while it gains what asking costs, else as often as `_IDLE`
+        allows.
 
         Args:
-            round_: the round's number.
             plain: seconds of plain decoding for each request of the round.
             spare: seconds that asking costs nothing.
         """
         cost = (self.cost - spare) / plain
-        return self.gain >= cost or round_ - self.last >= min(cost / _IDLE, _LONGEST_REST)
+        return self.gain >= cost or self.rested >= min(cost / _IDLE, _LONGEST_REST)
 
     def learn(self, gain: float | None, cost: float) -> None:
-        """Take an answer into account. gain: ``None`` where nothing has shown what it was worth."""
+        """Learn from an answer; ``gain`` is ``None`` if no token has come that could show what it was worth."""
         self.answers += 1
         self.cost += max(1 / self.answers, _LEARN) * (cost - self.cost)
         if gain is not None:  # `_GAIN` counts as the first

@@ -104,7 +104,7 @@ class Head:
         for r in plan.drafting:
             r.head.begin(drafting.begins(r))
         self.extend(plan.drafting)
-        if drafting.gathering is None or proposals is None or not proposals.nodes:
+        if drafting.gathering is None or proposals is None:
             return self._alone(plan)
         if drafting.unites and not self._observers:
             return self._united(plan)
@@ -128,10 +128,10 @@ class Head:
     def _united(self, plan: RoundPlan) -> Drafted:
         """Draft with the head, for the device to unite with drafts of other sources if that yields more."""
         drafted, drafting, proposals = self._alone(plan), self._drafting, plan.proposals
-        assert plan.head is not None and proposals is not None and drafting.gathering is not None
-        if not drafting.joins_others(plan.batch, plan.head, proposals):
+        assert plan.head is not None and proposals is not None
+        trees = proposals.trees
+        if trees is None or not drafting.joins_others(plan.batch, plan.head, trees):
             return drafted
-        trees = drafting.gathering.trees_of(proposals)
         both = self._executor.unite(drafted, trees.trees)
         if both is None:
             return drafted

@@ -15,12 +15,12 @@ from contextlib import contextmanager
 
 from specrs import _specrs as core
 from specrs.engine.config import EngineConfig
-from specrs.engine.drafting import trees as united
 from specrs.engine.drafting.decisions import Drafting
 from specrs.engine.drafting.gathering import Gathering
 from specrs.engine.drafting.levels import tiers
 from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
 from specrs.engine.drafting.sources import HEAD, Sources
+from specrs.engine.drafting.trees import traced
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.logprobs import TokenBytes, TokenLogprobs, of_draws, of_rows
 from specrs.engine.request.request import FinishReason, Passed, Request
@@ -399,7 +399,7 @@ class Runner:
         if hosted is None or gathering is None:
             return dict(zip(wanted, trees_of(verified.trees, wanted, paths, HEAD), strict=True))
         if flight.plan.united:
-            found = united.traced(verified, [hosted.drafts[row] for row in rows], wanted, paths, gathering.names)
+            found = traced(verified, [hosted.drafts[row] for row in rows], wanted, paths, gathering.names)
             return dict(zip(wanted, found, strict=True))
         names, drafts = gathering.names, hosted.drafts
         made = [(drafts[rows[i]], paths[i]) for i in wanted]
