@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 import specrs.engine.drafting.gathering as gathering_module
+from specrs._specrs import TreeShape
 from specrs.drafters import DraftRequest, Proposal
-from specrs.engine.drafting.budget import Account
 from specrs.engine.drafting.chooser import TreePolicy
 from specrs.engine.drafting.costs import HOSTED, Costs, Overheads, PassCost
+from specrs.engine.drafting.decisions import Drafting
 from specrs.engine.drafting.gathering import Gathering
+from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
 from specrs.engine.drafting.sources import Source, Sources
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Passed
@@ -53,6 +55,7 @@ class Text:
         self.params = SimpleNamespace(speculative=True, temperature=self.temperature, cache_salt=None)
         self.draws = SimpleNamespace(grammar=None)
         self.prediction: list[int] = []
+        self.prefill_target = self.prompt_len
         self.seq, self.committed, self.error, self.finish_reason = None, 0, None, None
 
     @property
@@ -109,16 +112,19 @@ class World:
     """One engine's gathering.
 
     Attributes:
-        accounts: accounts of the requests, by number.
         rounds, drafted: number of rounds that it has run, and of those with drafts.
     """
 
     clock: Clock
-    policy: TreePolicy
+    drafting: Drafting
     gathering: Gathering
-    accounts: dict[int, Account]
     rounds: int = 0
     drafted: int = 0
+
+    @property
+    def policy(self) -> TreePolicy:
+        assert self.drafting.policy is not None
+        return self.drafting.policy
 
     @property
     def costs(self) -> Costs:
@@ -141,10 +147,11 @@ class World:
                 rows = sum(map(len, hosted.drafts))
                 self.clock.now += self.costs.target.at(rows) + self.costs.overhead.at(HOSTED)
                 passed = [self._walk(t, tree) for t, tree in zip(live, hosted.drafts, strict=True)]
-                self.gathering.observe(passed, range(len(live)), hosted, None)
+                outcome = RoundOutcome(RoundPlan(batch, proposals, trees=hosted), range(len(live)), passed, None, None)  # type: ignore[arg-type]
+                self.drafting._book(outcome, self.policy, [len(tree) for tree in hosted.drafts])
             for t in live:
                 if t.remaining <= 0:
-                    self.gathering.forget(t)  # type: ignore[arg-type]
+                    self.drafting.forget(t)  # type: ignore[arg-type]
         return self.clock.now - began
 
     def _walk(self, t: Text, tree: Any) -> Passed:
@@ -171,12 +178,6 @@ def world(
     dear = PassCost([1, 8], [head, head])
     costs = Costs(PassCost(list(rows), list(rows.values())), dear, dear, dear, dear, Overheads([1e-4, 3e-4, hosted]))
     gathering = Gathering(Sources(tuple(map(Source.of, sources)), VOCAB), 16, 15, tiers)
-    policy, accounts = TreePolicy(costs), dict[int, Account]()
-
-    def account(r: Any) -> Account:
-        if r.request_id not in accounts:
-            accounts[r.request_id] = policy.account(r.params.temperature, r.prompt_len, 1, r.remaining)
-        return accounts[r.request_id]
-
-    gathering.price(policy, account)
-    return World(clock, policy, gathering, accounts)
+    drafting = Drafting(TreeShape(1, 8, 9), 1, False, gathering, tiers is not None)
+    drafting.price(TreePolicy(costs))
+    return World(clock, drafting, gathering)

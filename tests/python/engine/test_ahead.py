@@ -46,7 +46,9 @@ class Launched(Drafting):
         for p in passed:
             p.request.drafting_rounds += plan.drafts
         self._observe_costs(outcome, self.policy)
-        self._observe_head(outcome, self.policy, shares)
+        if any(outcome.head):
+            self._observe_head(outcome, self.policy, shares)
+        self._book(outcome, self.policy, [1] * len(passed) if trees is None else trees.sizes)
         self._batch = len(passed)
 
 
@@ -253,7 +255,7 @@ def test_batches_gain_where_the_head_wins_and_lose_little_where_it_does_not(size
 
 def test_rounds_of_the_hosts_trees_are_no_others() -> None:
     speculation, r = tree(), request(0)
-    overhead, hosted = speculation.policy.costs.overhead, SimpleNamespace(drafts=[[0, 1, 1]])
+    overhead, hosted = speculation.policy.costs.overhead, SimpleNamespace(drafts=[[0, 1, 1]], seconds=PLAIN_SECONDS)
     trees = TreeBatch.from_parents([[-1, 0, 1]], [[0, 0, 0]])
     for head, made, dearer in (([False], None, False), (None, hosted, True)):  # of requests that have ended; the host's
         plan: Any = RoundPlan(Side([r]), head=head, trees=made)  # type: ignore[arg-type]

@@ -157,7 +157,7 @@ def test_a_request_that_can_pay_for_no_more_than_the_least_round_gets_that(
     source = Foretells(clock, [one], lambda coming, room: chain(coming[: min(8, room)], 0.9, 0.9))
     w = world(monkeypatch, clock, [source], STEEP, tiers, head, hosted=0.1)
     w.gathering.ask(Batch([one]))  # type: ignore[list-item]
-    w.accounts[one.request_id].request.left = 0.65  # the least round loses 0.54
+    w.drafting.account(one).request.left = 0.65  # the least round loses 0.54
     proposals = w.gathering.ask(Batch([one]))  # type: ignore[list-item]
     assert proposals is not None and proposals.trees is not None and proposals.trees.trees.sizes == [2]
 

@@ -305,34 +305,25 @@ class Drafting:
         for p, nodes in zip(passed, sizes, strict=True):
             p.request.proposed += nodes - 1
             p.request.drafting_rounds += nodes > 1
-        heads = self._observe_sources(outcome)
+        shares = self._shares(outcome)
         if self.policy is not None:
             self._observe_costs(outcome, self.policy)
             if not any(p.request.error is not None for p in passed):  # a walk cut short says nothing of drafts
-                self._observe_head(outcome, self.policy, heads)
+                if any(outcome.head):
+                    self._observe_head(outcome, self.policy, shares)
+                self._book(outcome, self.policy, sizes)
         self._batch = len(passed)
         if self.gathering is not None:  # last, because a user's code may be interrupted
             self.gathering.watch([p.request for p in passed], outcome.verified)
 
-    def _observe_sources(self, outcome: RoundOutcome) -> list[Share] | None:
-        """Report the round to the other sources if they drafted.
-
-        Returns:
-            The head's part of each tree if the head drafted, too; else ``None``.
-        """
-        plan, passed, rows, gathering = outcome.plan, outcome.passed, outcome.rows, self.gathering
-        hosted = plan.trees
-        if hosted is None or gathering is None:
-            return None
-        if plan.head is None:
-            gathering.observe(passed, rows, hosted, None)
+    def _shares(self, outcome: RoundOutcome) -> list[Share] | None:
+        """Return the head's part in each tree; ``None`` if the head or the other sources did not draft."""
+        plan, passed, gathering = outcome.plan, outcome.passed, self.gathering
+        if plan.head is None or plan.trees is None or gathering is None:
             return None
         if plan.united:
-            heads = head_shares(outcome.verified, passed)
-        else:
-            heads = [gathering.share(hosted.head[row], p) for row, p in zip(rows, passed, strict=True)]
-        gathering.observe(passed, rows, hosted, [share.accepted for share in heads])
-        return heads
+            return head_shares(outcome.verified, passed)
+        return [gathering.share(plan.trees.head[row], p) for row, p in zip(outcome.rows, passed, strict=True)]
 
     def _observe_costs(self, outcome: RoundOutcome, policy: TreePolicy) -> None:
         """Learn the time of such rounds."""
@@ -365,23 +356,35 @@ class Drafting:
         return costs.drafting(size, size * self._shape.topk, outcome.plan.steps) + costs.target.at(self._rows(outcome))
 
     def _observe_head(self, outcome: RoundOutcome, policy: TreePolicy, shares: list[Share] | None) -> None:
-        """Calibrate by the accepted drafts of the head, and book the plain rounds that its drafts have won or lost."""
-        plan, passed, head, size = outcome.plan, outcome.passed, outcome.head, len(outcome.passed)
-        if not any(head):
-            return
+        """Calibrate by the accepted drafts of the head."""
+        plan, passed = outcome.plan, outcome.passed
         if shares is None:
             each = zip(_draft_scores(outcome.verified.trees), passed, strict=True)
             shares = [Share(scores, len(p.tokens) - 1) for scores, p in each]
             self._complement.fade()
+        gain = sum(len(p.tokens) for p in passed) / len(passed)
+        gain *= policy.costs.plain(len(passed)) / self._passes(outcome, policy)
+        for p, share, drafts in zip(passed, shares, outcome.head, strict=True):
+            if drafts:
+                self._learn(p.request, share, len(p.tokens) - 1, gain, plan.steps + 1, policy)
+
+    def _book(self, outcome: RoundOutcome, policy: TreePolicy, sizes: Sequence[int]) -> None:
+        """Book the plain rounds that drafts have won or lost, whichever source they came from.
+
+        Args:
+            sizes: nodes of each request's tree.
+        """
+        plan, size = outcome.plan, len(outcome.passed)
+        each = zip(outcome.passed, sizes, outcome.head, strict=True)
+        drew = [p for p, nodes, drafts in each if drafts or nodes > 1]
+        if not drew:
+            return
         # This is the modelled time, not the measured one, so that a stall of the machine decides nothing.
-        took, drawn = self._passes(outcome, policy), sum(len(p.tokens) for p in passed)
-        cost = took / policy.costs.plain(size)  # in rounds of plain decoding
-        drew = [(p, share) for p, share, drafts in zip(passed, shares, head, strict=True) if drafts]
-        for p, share in drew:
-            self._learn(p.request, share, len(p.tokens) - 1, drawn / size / cost, plan.steps + 1, policy)
-        wins = [min(p.kept - 1, share.accepted) for p, share in drew]  # drafts after a stop won nothing
-        verify = sum(len(share.scores) > 0 for _, share in drew)
-        for (p, _), won in zip(drew, policy.won(size, verify, took, wins), strict=True):
+        hosted = plan.trees if plan.head is None else None
+        took = self._passes(outcome, policy) if hosted is None else hosted.seconds
+        wins = [p.kept - 1 for p in drew]  # drafts after a stop won nothing
+        verify = sum(nodes > 1 for nodes in sizes)
+        for p, won in zip(drew, policy.won(size, verify, took, wins), strict=True):
             self.account(p.request).pay(-won, size)
 
     def _learn(

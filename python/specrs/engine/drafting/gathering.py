@@ -278,38 +278,8 @@ class Gathering:
 
     # -- after it -----------------------------------------------------------------------------------------------
 
-    def observe(
-        self,
-        passed: Sequence[Passed],
-        rows: Sequence[int],
-        hosted: HostTrees,
-        heads: Sequence[int] | None,
-    ) -> None:
-        """Let requests pay for a round with these trees, or be paid for the tokens that it won.
-
-        Args:
-            passed: the results of each request.
-            rows: rows of these requests in the round's batch.
-            hosted: the round's trees.
-            heads: tokens that the head has won for each of these requests, which pays for the round; ``None`` without
-                the head.
-        """
-        policy, size = self._policy, len(passed)
-        if policy is None or any(p.request.error is not None for p in passed):
-            return
-        took = hosted.seconds if heads is None else policy.costs.plain(size)
-        wins = {
-            i: p.kept - 1 - (0 if heads is None else heads[i])
-            for i, (p, row) in enumerate(zip(passed, rows, strict=True))
-            if len(hosted.drafts[row]) > 1
-        }
-        if not wins:
-            return
-        for i, won in zip(wins, policy.won(size, len(wins), took, list(wins.values())), strict=True):
-            self._account_of(passed[i].request).pay(-won, size)
-
     def share(self, head: DraftProposal | None, passed: Passed) -> Share:
-        """Return the head's part in a request's tree, by which the head is calibrated."""
+        """Grade the head's proposal for a request, and return its part in the request's tree."""
         if head is None:
             return Share([], 0)
         scores: list[float] = []
