@@ -1,7 +1,7 @@
 """The choice of the tree to verify: depth and size by the cost of passes (`costs`) and the worth of drafts so far.
 
-This module only calculates with plain numbers. No choice made here can change a request's tokens: verification is exact
-for every tree, so a bad choice costs only time.
+No choice made here can change a request's tokens: verification is exact for every tree, so a bad choice costs only
+time.
 """
 
 from __future__ import annotations
