@@ -287,7 +287,7 @@ def test_chains_that_the_cost_model_cuts(pair: Pair, monkeypatch: pytest.MonkeyP
 
     def choose(batch: int, nodes: DraftNodes, *_: Any) -> TreeChoice:
         n = rng.randrange(min(len(nodes), 1), len(nodes) + 1)
-        return TreeChoice(n, nodes.score(n - 1) if n else float("inf"), 1.0)
+        return TreeChoice(n, nodes.score(n - 1) if n else float("inf"))
 
     monkeypatch.setattr(policy, "choose", choose)
     monkeypatch.setattr(policy, "deepen", lambda *_: rng.random() < 0.8)

@@ -87,7 +87,7 @@ def decide(monkeypatch: pytest.MonkeyPatch, llm: LLM, follows: bool, wait: float
 
 
 def _all(nodes: Sequence[Any]) -> Any:
-    return TreeChoice(len(nodes), float("-inf"), 1.0)
+    return TreeChoice(len(nodes), float("-inf"))
 
 
 PROMPT = [1, 2, 3, 4, 5, 0, 1, 3, 5, 2]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 _IDLE = 0.003  # of plain decoding's time, what asking takes of a source that gains less: 0.01 loses 0.4%, 0.001 0.2%
 _LONGEST_REST = 512  # rounds, so that one slow answer does not silence a source for good
 _GAIN = 0.4  # plain rounds that an answer is taken to save, before there was one: with 0 told edits lose 2.4%
-_LEARN = 0.2  # weight of an answer, once there were five: with 0.1 sampled requests lose 2.3%
+_LEARN = 0.2  # weight of an answer: with 0.1 sampled requests lose 2.3%
 
 
 @dataclass(eq=False)
@@ -20,14 +20,13 @@ class SourceWorth:
     Attributes:
         gain: plain rounds that an answer saves, or would if it was verified: the tokens that the target drew as the
             source had said; nothing where no drafts are worth verifying.
-        cost: seconds of asking, of merging and weighing the answer, and of telling the source what came of it.
-        answers: how many there were.
+        cost: seconds of asking, of merging and weighing the answer, and of telling the source what came of it; 0
+            before the first answer.
         rested: rounds since it was last asked.
     """
 
     gain: float = _GAIN
     cost: float = 0.0
-    answers: int = 0
     rested: int = 0
 
     def due(self, plain: float, spare: float) -> bool:
@@ -43,7 +42,6 @@ class SourceWorth:
 
     def learn(self, gain: float | None, cost: float) -> None:
         """Learn from an answer; ``gain`` is ``None`` if no token has come that could show what it was worth."""
-        self.answers += 1
-        self.cost += max(1 / self.answers, _LEARN) * (cost - self.cost)
-        if gain is not None:  # `_GAIN` counts as the first
-            self.gain += max(1 / (self.answers + 1), _LEARN) * (gain - self.gain)
+        self.cost += (_LEARN if self.cost else 1.0) * (cost - self.cost)
+        if gain is not None:
+            self.gain += _LEARN * (gain - self.gain)
