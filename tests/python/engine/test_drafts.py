@@ -10,18 +10,23 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from drafts_world import VOCAB, agree, head_for, reference, watched
 from modelzoo import Pair, write_target
 from specrs._specrs import DraftNodes
+from specrs.engine.devices.host import HostDrafts, _Pass
 from specrs.engine.drafting.chooser import TreeChoice
 from specrs.engine.drafting.plans import RoundPlan
 from specrs.engine.request.batch import Batch
+from specrs.engine.request.head_state import HeadState
 from specrs.engine.request.request import Passed, Request
 from specrs.engine.rounds.runner import Runner
+from specrs.models.features import FeatureRows
 
 
 @pytest.fixture(scope="module")
@@ -330,3 +335,14 @@ def test_random_configurations(pair: Pair, seed: int) -> None:
         run.step()
     run.finish()
     agree(reference(pair, shape, lanes=lanes), run.rounds)
+
+
+def test_features_are_kept_without_a_gap_or_not_at_all() -> None:
+    """Behind positions whose features nobody kept, a pass's features alone would be of no use."""
+    memory = FeatureRows((0,), torch.zeros(1, 8, 4))
+    for end, kept in ((6, (6, 9)), (2, None)):
+        state: Any = HeadState(end=end)
+        request: Any = SimpleNamespace(head=state, committed=9)
+        passed: Any = _Pass(memory, [0], torch.zeros(8, 2))
+        HostDrafts.keep(None, [request], passed, [range(3)])  # type: ignore[arg-type]
+        assert (None if state.features is None else (state.features.start, state.features.end)) == kept

@@ -277,12 +277,13 @@ class HostDrafts:
         for i, (r, some) in enumerate(zip(batch, rows, strict=True)):
             if not r.head.followed or not some:
                 continue
-            start, kept = r.committed - len(some), cast("KeptFeatures | None", r.head.features)
-            if kept is None:
-                kept = r.head.features = KeptFeatures(start)
-            kept.add(start, passed.features(i, some))
-            kept.drop(r.head.end)
             r.head.root = None
+            start, kept = r.committed - len(some), cast("KeptFeatures | None", r.head.features)
+            if kept is None and start == r.head.end:
+                kept = r.head.features = KeptFeatures(start)
+            if kept is not None:  # else features of positions before are not kept, and the target has to make all again
+                kept.add(start, passed.features(i, some))
+                kept.drop(r.head.end)
 
     def write(self, requests: Sequence[Request]) -> Sequence[core.NonFiniteError | None]:
         entries = [Entries(r, r.head.end, r.lag) for r in requests]
