@@ -29,7 +29,7 @@ from specrs.engine.devices.host import Entries, HostDrafted, HostDrafts, HostExe
 from specrs.engine.devices.launched import AskedRound, DeviceRoot, LaunchedRound
 from specrs.engine.devices.launches import Variant
 from specrs.engine.devices.memory import Activations, Models, Roots, buckets, entering, longest_path
-from specrs.engine.devices.memory_plan import attention_passes
+from specrs.engine.devices.memory_plan import attention_bytes, attention_of
 from specrs.engine.drafting.chooser import TAIL, Kind, TreePolicy
 from specrs.engine.drafting.costs import Costs, Overheads, Pace, PassCost
 from specrs.engine.drafting.levels import can_unite, drafted_levels, levels_for, most_nodes, tiers, united_levels
@@ -54,11 +54,7 @@ _HOST, _HOSTED = 4e-4, 2e-4
 
 
 class CudaExecutor(HostExecutor):
-    """Runs one target, and perhaps a head, on a GPU and on a stream of its own.
-
-    Attributes:
-        steps: the most draft steps of a round.
-    """
+    """Runs one target, and perhaps a head, on a GPU and on a stream of its own."""
 
     launched = True
 
@@ -75,7 +71,7 @@ class CudaExecutor(HostExecutor):
         self._dense, cuda = dense, target.ops.placement.device
         torch.cuda.synchronize(cuda)  # the weights have arrived
         self._stream = torch.cuda.Stream(cuda)  # type: ignore[no-untyped-call]
-        self.steps, self._level, self._graphs = geometry.shape.steps, config.graphs, config.graphs != "off"
+        self._level = config.graphs
         self._roots: Roots | None = None
         self._running: Bucket | None = None  # the bucket of the last launched round
         self._needs_sync = True  # the host has to read the last round before it launches the next one
@@ -97,19 +93,8 @@ class CudaExecutor(HostExecutor):
             layers: list[LayerConfig] = [target.config] if head is None else [target.config, head.config]
             products = [*target.products(), *(() if head is None else head.products())]
             wide = 0 if head is None else head.config.aux_size
-            dense.reserve(rows, layers, (cast(CudaLinear, product) for _, product in products), wide)
-            keys = geometry.row_pages * config.page_size
-            for layer in layers:
-                group = layer.num_heads // layer.num_kv_heads
-                dense.attention_space(
-                    max(
-                        core._device_attention_workspace(
-                            cuda.index, requests=requests, max_queries=queries, kv_heads=layer.num_kv_heads,
-                            group=group, head_dim=layer.head_dim, max_keys=keys,
-                        )
-                        for requests, queries in attention_passes(config, geometry, trees)
-                    )
-                )  # fmt: skip
+            attention = attention_bytes(config, geometry, layers, trees, attention_of(cuda.index))
+            dense.reserve(rows, layers, (cast(CudaLinear, product) for _, product in products), wide, attention)
             self._models = Models(
                 dense, target, self.cache, head, None if drafts is None else drafts.cache, self._roots, to_target,
                 geometry, config, pool.num_pages, from_dlpack(self._table.tensor(dense.stream)), self._stream,
@@ -220,15 +205,15 @@ class CudaExecutor(HostExecutor):
         )  # fmt: skip
         heads = self.drafts is not None
         variant = Variant(size, levels, heads and levels > 0, None, trees=levels > 0 and not heads)
-        ahead = self._graphs and not variant.trees
+        ahead = self._level != "off" and not variant.trees
         seconds = []
-        last = bucket.launch(variant, self._graphs)
+        last = bucket.launch(variant)
         for _ in range(_RUNS + 3):  # the first three allocate memory and capture a graph
             started = time.perf_counter()
             if ahead:
-                number, last = last, bucket.again(variant, self._graphs)
+                number, last = last, bucket.again(variant)
             else:
-                number = bucket.launch(variant, self._graphs)
+                number = bucket.launch(variant)
             bucket.collect(number)
             seconds.append(time.perf_counter() - started)
         bucket.collect(last if ahead else number)
@@ -247,15 +232,15 @@ class CudaExecutor(HostExecutor):
                     for _ in range(2):
                         enters.launch(recalls)
         heads = self.drafts is not None
-        for size in self._sizes if self._graphs else ():
+        for size in self._sizes if self._level != "off" else ():
             bucket = self._of(size)
             bucket.given.set_requests([], [], [], [], 1)
             for edits in (None, bucket.given.least_room()):
                 plain = Variant(size, 0, False, edits)
                 drafting = [Variant(size, n, heads, edits, trees=not heads) for n in levels]
                 for variant in (plain, *drafting):
-                    while variant not in bucket.graphs and bucket.runs[variant] >= 0:
-                        bucket.collect(bucket.launch(variant, self._graphs))
+                    while not bucket.graphs.settled(variant):
+                        bucket.collect(bucket.launch(variant))
 
     def _prompt(self, pages: Pages) -> None:
         """Run both models over a prompt that belongs to no request."""
@@ -352,7 +337,7 @@ class CudaExecutor(HostExecutor):
         if trees is not None:
             given.set_trees(trees)
         variant = Variant(bucket.batch, levels, any(asked.depths), edits, trees=trees is not None, drafts=drafts)
-        number = bucket.launch(variant, self._graphs)
+        number = bucket.launch(variant)
         self._needs_sync = given.changing or trees is not None or self._level == "off"
         return LaunchedRound(batch, bucket, number, variant, range(len(batch)), host_drafted)
 
@@ -381,7 +366,7 @@ class CudaExecutor(HostExecutor):
             return None  # the upload would store whole rows, which rounds in flight change
         bucket, variant = verified.bucket, verified.variant
         variant = replace(variant, loop=self._level == "loop" and bucket.loops(replace(variant, loop=False)))
-        number = bucket.again(variant, self._graphs, rounds)
+        number = bucket.again(variant, rounds)
         return LaunchedRound(verified.batch, bucket, number, variant, verified.seats)
 
     def request_stop(self) -> None:

@@ -103,7 +103,7 @@ class LaunchedRound:
 
     @property
     def cold(self) -> bool:
-        return self.bucket.cold
+        return self.bucket.cold >= self.number  # the round behind is launched before this one is collected
 
     @cached_property
     def starts(self) -> list[int]:

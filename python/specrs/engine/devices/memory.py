@@ -111,15 +111,6 @@ class Models:
     stream: torch.cuda.Stream
     activations: Activations | None
 
-    @property
-    def epoch(self) -> int:
-        """The number of moves so far of the scratch memory that launches use.
-
-        This memory has the activations of both models and the workspaces of products and attention. All other memory
-        of a captured graph stays in place.
-        """
-        return self.dense.memory.moves + self.target.moves + (0 if self.head is None else self.head.moves)
-
 
 class Fields:
     """A layout of named arrays of int32 words, one behind another in a single array that is copied at once.
