@@ -50,10 +50,6 @@ class Device:
     log: list[str] = field(default_factory=list)
 
     @property
-    def placement(self) -> Any:
-        return self.host.placement
-
-    @property
     def planner(self) -> core.Planner:
         return self.host.planner
 
@@ -91,20 +87,11 @@ class Device:
     def waited(self) -> float:
         return 0.0
 
-    def following(self, verified: Any) -> None:
-        return None
-
-    def ahead(self, verified: Any) -> int:
-        return 0
-
     def launch(self, verified: Any, rounds: int) -> None:
         raise AssertionError("nothing can be launched ahead")
 
     def request_stop(self) -> None:
         self.host.request_stop()
-
-    def collect(self, verified: Any, batch: Any, rows: Any) -> Any:
-        return verified
 
     def abandon(self, requests: Any) -> None:
         self.log.append("abandon")

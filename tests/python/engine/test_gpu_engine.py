@@ -299,7 +299,7 @@ def test_logits_are_as_exact_as_a_bf16_forward_in_torch(pair: Pair, tmp_path: Pa
     with LLM(pair.target, device="cuda", **options) as gpu, LLM(pair.target, device="cpu", **options) as cpu:
         got, want = recorded(gpu, [prompt], [greedy])[1], recorded(cpu, [prompt], [greedy])[1]
         runner = cpu._runner
-        half = gpu._runner.executor.placement.activations
+        half = gpu._runner.executor.target.ops.placement.activations
         model = load_target(pair.target, torch_ops(Placement(torch.device("cuda"), half)), 8192)
         cache = model.new_cache(600, 16)
         seq = runner.pages.pool.create()

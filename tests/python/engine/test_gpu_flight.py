@@ -24,6 +24,7 @@ from specrs import LLM, SamplingParams, device
 from specrs import _specrs as core
 from specrs.engine.devices.cuda import CudaDrafts
 from specrs.engine.devices.graphs import Graphs
+from specrs.engine.devices.launched import LaunchedRound
 from specrs.engine.devices.launches import Launches
 
 if not torch.cuda.is_available():
@@ -87,7 +88,8 @@ class Flights:
     def __init__(self, llm: LLM) -> None:
         self.ahead = self.loops = self.begun = 0
         executor: Any = llm._runner.executor
-        launch, verify, decode, following = executor.launch, executor.verify, executor.decode, executor.following
+        launch, verify, decode = executor.launch, executor.verify, executor.decode
+        following = LaunchedRound.following
 
         def launched(verified: Any, rounds: int) -> Any:
             done = launch(verified, rounds)
@@ -96,7 +98,7 @@ class Flights:
                 self.loops += done.variant.loop
             return done
 
-        def follows(verified: Any) -> Any:
+        def follows(verified: LaunchedRound) -> Any:
             done = following(verified)
             self.ahead += done is not None
             return done
@@ -108,9 +110,15 @@ class Flights:
 
             return ran
 
-        executor.launch, executor.following = launched, follows
+        executor.launch, LaunchedRound.following = launched, follows  # type: ignore[method-assign]
         executor.verify, executor.decode = counted(verify), counted(decode)
-        self._undo = lambda: [delattr(executor, n) for n in ("launch", "following", "verify", "decode")]
+
+        def undo() -> None:
+            LaunchedRound.following = following  # type: ignore[method-assign]
+            for name in ("launch", "verify", "decode"):
+                delattr(executor, name)
+
+        self._undo = undo
 
     def __enter__(self) -> Flights:
         return self

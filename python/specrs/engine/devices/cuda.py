@@ -24,7 +24,7 @@ from torch.utils.dlpack import from_dlpack
 from specrs import _specrs as core
 from specrs.engine.config import EngineConfig
 from specrs.engine.devices.entering import Entering
-from specrs.engine.devices.graphs import MOST_AHEAD, Bucket
+from specrs.engine.devices.graphs import Bucket
 from specrs.engine.devices.host import Entries, HostDrafted, HostDrafts, HostExecutor, Root
 from specrs.engine.devices.launched import AskedRound, DeviceRoot, LaunchedRound
 from specrs.engine.devices.launches import Variant
@@ -32,7 +32,7 @@ from specrs.engine.devices.memory import Activations, Models, Roots, buckets, en
 from specrs.engine.devices.memory_plan import attention_bytes, attention_of
 from specrs.engine.drafting.chooser import TAIL, Kind, TreePolicy
 from specrs.engine.drafting.costs import Costs, Overheads, Pace, PassCost
-from specrs.engine.drafting.levels import can_unite, drafted_levels, levels_for, most_nodes, tiers, united_levels
+from specrs.engine.drafting.levels import drafted_levels, levels_for, most_nodes, tiers, united_levels
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
 from specrs.engine.rounds.executor import Deepen, Drafted, Pass, Verified, Watched
@@ -71,10 +71,9 @@ class CudaExecutor(HostExecutor):
         self._dense, cuda = dense, target.ops.placement.device
         torch.cuda.synchronize(cuda)  # the weights have arrived
         self._stream = torch.cuda.Stream(cuda)  # type: ignore[no-untyped-call]
-        self._level = config.graphs
+        self._graphs = config.graphs != "off"
         self._roots: Roots | None = None
         self._running: Bucket | None = None  # the bucket of the last launched round
-        self._needs_sync = True  # the host has to read the last round before it launches the next one
         with self.entered():
             super().__init__(target, head, config, geometry, pool)
             self._table = core._DeviceTable(pool, cuda.index, dense.stream)
@@ -205,7 +204,7 @@ class CudaExecutor(HostExecutor):
         )  # fmt: skip
         heads = self.drafts is not None
         variant = Variant(size, levels, heads and levels > 0, None, trees=levels > 0 and not heads)
-        ahead = self._level != "off" and not variant.trees
+        ahead = self._graphs and not variant.trees
         seconds = []
         last = bucket.launch(variant)
         for _ in range(_RUNS + 3):  # the first three allocate memory and capture a graph
@@ -232,7 +231,7 @@ class CudaExecutor(HostExecutor):
                     for _ in range(2):
                         enters.launch(recalls)
         heads = self.drafts is not None
-        for size in self._sizes if self._level != "off" else ():
+        for size in self._sizes if self._graphs else ():
             bucket = self._of(size)
             bucket.given.set_requests([], [], [], [], 1)
             for edits in (None, bucket.given.least_room()):
@@ -310,11 +309,8 @@ class CudaExecutor(HostExecutor):
         return self._launched(AskedRound(batch, depths, levels), made)
 
     def commit(self, batch: Batch, lease: core.Lease, verified: Verified) -> None:
-        if isinstance(verified, LaunchedRound):
-            # The device has already moved KV or remapped its table; this brings the pool's books up to date.
-            self.planner.commit(lease, batch.seqs, batch.lens, verified.accepts)
-        else:
-            super().commit(batch, lease, verified)
+        # The device has already moved KV or remapped its table; this brings the pool's books up to date.
+        self.planner.commit(lease, batch.seqs, batch.lens, verified.accepts)
 
     def _launched(self, asked: AskedRound, host_drafted: Watched | None = None) -> LaunchedRound:
         """Launch a round with drafts that the device makes, drafts that the host has made, or both."""
@@ -338,25 +334,11 @@ class CudaExecutor(HostExecutor):
             given.set_trees(trees)
         variant = Variant(bucket.batch, levels, any(asked.depths), edits, trees=trees is not None, drafts=drafts)
         number = bucket.launch(variant)
-        self._needs_sync = given.changing or trees is not None or self._level == "off"
         return LaunchedRound(batch, bucket, number, variant, range(len(batch)), host_drafted)
 
     @property
     def waited(self) -> float:
         return sum(bucket.waited for bucket in self._buckets.values())
-
-    def following(self, verified: Verified) -> Verified | None:
-        if not isinstance(verified, LaunchedRound):
-            return None
-        number = verified.bucket.followed_by(verified.number)
-        return None if number is None else replace(verified, number=number)
-
-    def ahead(self, verified: Verified) -> int:
-        if not isinstance(verified, LaunchedRound) or self._needs_sync or self._running is not verified.bucket:
-            return 0
-        if not verified.variant.loop:
-            return MOST_AHEAD if self._level == "loop" and verified.bucket.loops(verified.variant) else 1
-        return 0 if verified.bucket.ended(verified.number) else MOST_AHEAD
 
     def launch(self, verified: Verified, rounds: int) -> Verified | None:
         assert isinstance(verified, LaunchedRound)
@@ -365,20 +347,13 @@ class CudaExecutor(HostExecutor):
         if self._table.upload(self._dense.stream, rows)[3]:
             return None  # the upload would store whole rows, which rounds in flight change
         bucket, variant = verified.bucket, verified.variant
-        variant = replace(variant, loop=self._level == "loop" and bucket.loops(replace(variant, loop=False)))
+        variant = replace(variant, loop=bucket.loops(replace(variant, loop=False)))
         number = bucket.again(variant, rounds)
         return LaunchedRound(verified.batch, bucket, number, variant, verified.seats)
 
     def request_stop(self) -> None:
         if self._running is not None:
             self._running.request_stop()
-
-    def collect(self, verified: Verified, batch: Batch, rows: Sequence[int]) -> Verified:
-        assert isinstance(verified, LaunchedRound)
-        seats = verified.seats
-        if len(rows) < len(seats):
-            seats = [seats[row] for row in rows]
-        return LaunchedRound(batch, verified.bucket, verified.number, verified.variant, seats)
 
     def abandon(self, requests: Sequence[Request]) -> None:
         bucket = self._running
@@ -424,7 +399,6 @@ class CudaDrafts(HostDrafts):
     ) -> None:
         super().__init__(head, cache, planner, config, vocab_size)
         self._roots, self._steps = roots, planner.geometry.shape.steps
-        self._unites = can_unite(planner.geometry.shape)
         self.entering: list[Entering] = []
 
     def keep(self, batch: Batch, passed: Pass, rows: Sequence[Sequence[int]]) -> None:
@@ -484,7 +458,7 @@ class CudaDrafts(HostDrafts):
         return AskedRound(batch, able, levels)
 
     def unite(self, drafted: Drafted, trees: core.TreeBatch) -> Drafted | None:
-        if not isinstance(drafted, AskedRound) or not drafted.levels or not self._unites:
+        if not isinstance(drafted, AskedRound) or not drafted.levels:
             return None
         return replace(drafted, trees=trees)
 

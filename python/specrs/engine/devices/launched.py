@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 import torch
 
 from specrs import _specrs as core
-from specrs.engine.devices.graphs import Bucket
+from specrs.engine.devices.graphs import MOST_AHEAD, Bucket
 from specrs.engine.devices.host import likeliest, non_finite
 from specrs.engine.devices.launches import Variant
 from specrs.engine.devices.memory import Arrays
@@ -98,6 +98,23 @@ class LaunchedRound:
             error.what, error.held, error.current = what, self.number, current
             raise error
         return bucket
+
+    def of(self, batch: Batch, rows: Sequence[int]) -> LaunchedRound:
+        seats = self.seats if len(rows) == len(self.seats) else [self.seats[row] for row in rows]
+        return replace(self, batch=batch, seats=seats, host_drafted=None)
+
+    @property
+    def ahead(self) -> int:
+        bucket, variant = self.bucket, self.variant
+        if bucket.given.changing or variant.trees or bucket.models.config.graphs == "off":
+            return 0
+        if not variant.loop:
+            return MOST_AHEAD if bucket.loops(variant) else 1
+        return 0 if bucket.ended(self.number) else MOST_AHEAD
+
+    def following(self) -> LaunchedRound | None:
+        number = self.bucket.followed_by(self.number)
+        return None if number is None else replace(self, number=number)
 
     seconds = None  # a launch returns before its passes have run
 
