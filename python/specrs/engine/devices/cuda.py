@@ -24,6 +24,7 @@ from torch.utils.dlpack import from_dlpack
 from specrs import _specrs as core
 from specrs.engine.config import EngineConfig
 from specrs.engine.devices.entering import Entering
+from specrs.engine.devices.given import Seat
 from specrs.engine.devices.graphs import Bucket
 from specrs.engine.devices.host import Entries, HostDrafted, HostDrafts, HostExecutor, Root
 from specrs.engine.devices.launched import AskedRound, DeviceRoot, LaunchedRound
@@ -196,12 +197,9 @@ class CudaExecutor(HostExecutor):
             seqs: sequences that have seats.
             prompt: positions that each of them has committed.
         """
-        bucket, live = self._of(size), len(seqs)
-        nodes = most_nodes(self.planner.geometry.shape, levels)
-        bucket.given.set_requests(
-            [seq.row for seq in seqs], [prompt] * live, [0] * live, [levels] * live, nodes, levels,
-            [prompt + self._measured_len] * live,
-        )  # fmt: skip
+        bucket, nodes = self._of(size), most_nodes(self.planner.geometry.shape, levels)
+        seats = [Seat(seq.row, prompt, 0, levels, prompt + self._measured_len) for seq in seqs]
+        bucket.given.set_requests(seats, nodes, levels)
         heads = self.drafts is not None
         variant = Variant(size, levels, heads and levels > 0, None, trees=levels > 0 and not heads)
         ahead = self._graphs and not variant.trees
@@ -233,7 +231,7 @@ class CudaExecutor(HostExecutor):
         heads = self.drafts is not None
         for size in self._sizes if self._graphs else ():
             bucket = self._of(size)
-            bucket.given.set_requests([], [], [], [], 1)
+            bucket.given.set_requests([])
             for edits in (None, bucket.given.least_room()):
                 plain = Variant(size, 0, False, edits)
                 drafting = [Variant(size, n, heads, edits, trees=not heads) for n in levels]
@@ -321,12 +319,14 @@ class CudaExecutor(HostExecutor):
             levels = united_levels(shape, levels, max(trees.sizes))
         bucket = self._running = self._of(next(b for b in self._sizes if b >= len(batch)))
         given, nodes = bucket.given, most_nodes(shape, levels)
+        page = self.planner.geometry.page_size
         # A request ends one position early, because nobody needs the KV of its last token.
-        limits, stops = [r.ending.max_total - 1 for r in batch], [r.ending.eos_ids | r.ending.stop_ids for r in batch]
-        tokens = [r.tokens[-1] for r in batch]
-        rows = [q.row for q in batch.seqs]
-        first_pages = [r.head.first // self.planner.geometry.page_size for r in batch]
-        given.set_requests(rows, batch.lens, tokens, asked.depths, nodes, levels, limits, stops, first_pages)
+        seats = [
+            Seat(r.seq.row, n, r.tokens[-1], depth, r.ending.max_total - 1, r.head.first // page,
+                 r.ending.eos_ids | r.ending.stop_ids)
+            for r, n, depth in zip(batch, batch.lens, asked.depths, strict=True)
+        ]  # fmt: skip
+        given.set_requests(seats, nodes, levels)
         moving = any(r.draws.grammar is not None for r in batch)
         edits = given.set_samplers([r.sampler for r in batch], moving)
         self._table.upload(self._dense.stream)

@@ -1,0 +1,53 @@
+"""The host's inputs to a GPU's round, written on a machine without one."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from specrs.engine.devices import given as inputs
+from specrs.engine.devices.given import Given, Seat
+from specrs.engine.devices.memory import STOPS, Fields, given_layout
+
+
+def given_of(batch: int, monkeypatch: pytest.MonkeyPatch) -> Given:
+    """Inputs in memory that is not pinned."""
+    plain = SimpleNamespace(zeros=lambda *size, pin_memory, **options: torch.zeros(*size, **options), int32=torch.int32)
+    monkeypatch.setattr(inputs, "torch", plain)
+    memory: Any = SimpleNamespace(given_layout=given_layout(batch), trees_layout=Fields(tree_offsets=1), batch=batch)
+    return Given(memory, SimpleNamespace(nothing=9))  # type: ignore[arg-type]
+
+
+def test_each_field_of_a_seat_is_where_kernels_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = given_of(4, monkeypatch)
+    seat = partial(Seat, length=70, limit=90)
+    for _ in range(2):  # what the first launch left does not show in the next one
+        given.set_requests([seat(row, root=row + 5, depth=3) for row in (3, 2, 1, 0)], 12, 3)
+        given.set_requests(
+            [Seat(7, 70, 11, 2, 90, 4, [8, 9]), Seat(5, 71, 12, 0, 91, 0, list(range(STOPS + 3)))], 12, 3
+        )
+    assert given.live == 2
+    found = {name: array.tolist() for name, array in given.arrays.items()}
+    assert {name: found[name] for name in ("rows", "lens", "roots", "depths", "limits", "first_pages")} == {
+        "rows": [7, 5, -1, -1], "lens": [70, 71, 0, 0], "roots": [11, 12, 0, 0], "depths": [2, 0, 0, 0],
+        "limits": [90, 91, 0, 0], "first_pages": [4, 0, 0, 0],
+    }  # fmt: skip
+    assert {name: found[name] for name in ("caps", "nodes", "stop_counts", "done", "root_from", "root_to")} == {
+        "caps": [3, 0, 0, 0], "nodes": [12, 12, 0, 0], "stop_counts": [2, STOPS, 0, 0], "done": [0] * 4,
+        "root_from": [7, 9, 9, 9], "root_to": [7, -1, -1, -1],
+    }  # fmt: skip
+    assert found["stops"][:2] == [8, 9] and found["stops"][STOPS : 2 * STOPS] == list(range(STOPS))
+    assert found["tree_offsets"] == [0, 1, 2, 2, 2] and found["live"] == [2]
+
+
+def test_a_launch_of_empty_seats_has_dead_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = given_of(2, monkeypatch)
+    given.set_requests([Seat(1, 5, 5, 1, 9), Seat(0, 5, 5, 1, 9)], 4, 1)
+    given.set_requests([])
+    found = {name: array.tolist() for name, array in given.arrays.items()}
+    assert found["rows"] == found["root_to"] == [-1, -1] and found["root_from"] == [9, 9]
+    assert found["live"] == [0] and found["tree_offsets"] == [0] * 3 and found["depths"] == [0, 0]
