@@ -1,4 +1,4 @@
-"""The host's inputs to a GPU's round, written on a machine without one."""
+"""What the host gives a GPU: inputs of rounds, and passes of the head, on a machine without one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from specrs.engine.devices import given as inputs
+from specrs.engine.devices.cuda import in_passes
 from specrs.engine.devices.given import Given, Seat
+from specrs.engine.devices.host import Entries
 from specrs.engine.devices.memory import STOPS, Fields, given_layout
 
 
@@ -51,3 +53,15 @@ def test_a_launch_of_empty_seats_has_dead_values(monkeypatch: pytest.MonkeyPatch
     found = {name: array.tolist() for name, array in given.arrays.items()}
     assert found["rows"] == found["root_to"] == [-1, -1] and found["root_from"] == [9, 9]
     assert found["live"] == [0] and found["tree_offsets"] == [0] * 3 and found["depths"] == [0, 0]
+
+
+@pytest.mark.parametrize("most", [1, 3, 7, 100])
+def test_entries_that_wait_after_an_error_are_written_in_passes_that_fit(most: int) -> None:
+    one, two, three = object(), object(), object()
+    each: list[Any] = [Entries(one, 5, 9), Entries(two, 0, 4), Entries(three, 2, 0)]  # type: ignore[arg-type]
+    passes = list(in_passes(each, most))
+    assert all(0 < sum(e.count for e in some) <= most for some in passes)
+    assert all(sum(e.count for e in some) == most for some in passes[:-1])
+    written = [(e.request, p) for some in passes for e in some for p in range(e.start, e.start + e.count)]
+    assert written == [(one, p) for p in range(5, 14)] + [(two, p) for p in range(4)]
+    assert not list(in_passes([], most))

@@ -398,7 +398,7 @@ class CudaDrafts(HostDrafts):
         vocab_size: int,
     ) -> None:
         super().__init__(head, cache, planner, config, vocab_size)
-        self._roots, self._steps = roots, planner.geometry.shape.steps
+        self._roots, self._steps, self._most_rows = roots, planner.geometry.shape.steps, config.prefill_chunk
         self.entering: list[Entering] = []
 
     def keep(self, batch: Batch, passed: Pass, rows: Sequence[Sequence[int]]) -> None:
@@ -434,11 +434,10 @@ class CudaDrafts(HostDrafts):
 
     def _write(self, entries: Sequence[Entries]) -> None:
         """Write draft KV by kept features, without roots."""
-        if not entries:
-            return
-        tokens, features, plan = self._inputs(entries)
-        at, (tokens,) = DevicePlan.of(cast(CudaDense, self.head.dense), plan, self.cache.page_size, tokens)
-        self.head.write(tokens, features, cast(core.Plan, at), self.cache)
+        for some in in_passes(entries, self._most_rows):
+            tokens, features, plan = self._inputs(some)
+            at, (tokens,) = DevicePlan.of(cast(CudaDense, self.head.dense), plan, self.cache.page_size, tokens)
+            self.head.write(tokens, features, cast(core.Plan, at), self.cache)
 
     def _enter(self, enters: Entering, entries: Sequence[Entries], recalls: bool) -> None:
         """Write draft KV of few positions, and store the head's result for the last of them as the request's root."""
@@ -467,6 +466,25 @@ class CudaDrafts(HostDrafts):
         if not isinstance(root, DeviceRoot):
             return super()._root(request)
         return Root(self._roots.logits[root.row].to("cpu", torch.float32), self._roots.hidden[root.row])
+
+
+def in_passes(entries: Sequence[Entries], most: int) -> Iterator[list[Entries]]:
+    """Split entries into passes of up to ``most`` rows, for which scratch memory is reserved.
+
+    A chunk of prefill has no more rows, but after an error the entries of several chunks may wait.
+    """
+    some: list[Entries] = []
+    room = most
+    for e in entries:
+        start, end = e.start, e.start + e.count
+        while start < end:
+            some.append(Entries(e.request, start, min(room, end - start)))
+            start, room = start + some[-1].count, room - some[-1].count
+            if not room:
+                yield some
+                some, room = [], most
+    if some:
+        yield some
 
 
 def _overheads(plain: float) -> Overheads:
