@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from specrs.engine.devices import given as inputs
-from specrs.engine.devices.cuda import in_passes
+from specrs.engine.devices.cuda import CudaDrafts, in_passes
 from specrs.engine.devices.given import Given, Seat
 from specrs.engine.devices.host import Entries
 from specrs.engine.devices.memory import STOPS, Fields, given_layout
@@ -65,3 +66,21 @@ def test_entries_that_wait_after_an_error_are_written_in_passes_that_fit(most: i
     written = [(e.request, p) for some in passes for e in some for p in range(e.start, e.start + e.count)]
     assert written == [(one, p) for p in range(5, 14)] + [(two, p) for p in range(4)]
     assert not list(in_passes([], most))
+
+
+def test_positions_that_nobody_kept_features_of_are_made_again_in_passes_that_fit() -> None:
+    """A request that has not drafted for long may end on a page that a later request goes on from."""
+    drafts = CudaDrafts.__new__(CudaDrafts)
+    head = SimpleNamespace(end=16, features=None)
+    request: Any = SimpleNamespace(head=head, lag=300)
+    ran: list[tuple[int, int]] = []
+
+    def enter(enters: Any, entries: Any, recalls: bool) -> None:
+        assert recalls and len(entries) == 1 and entries[0].count <= enters.rows
+        ran.append((entries[0].start, entries[0].count))
+
+    drafts.entering, drafts._most_rows = [SimpleNamespace(rows=47, batch=1)], 512  # type: ignore[list-item]
+    drafts._enter = enter  # type: ignore[method-assign]
+    assert drafts.write([request]) == [None]
+    assert ran[0] == (16, 47) and sum(n for _, n in ran) == 300
+    assert all(first + n == second for (first, n), (second, _) in pairwise(ran))

@@ -412,12 +412,8 @@ class CudaDrafts(HostDrafts):
                     r.head.reached(r.committed, root)
 
     def write(self, requests: Sequence[Request]) -> Sequence[core.NonFiniteError | None]:
-        entries = [Entries(r, r.head.end, r.lag) for r in requests]
-        self._write([e for e in entries if e.request.head.features is not None])
-        for e in entries:
-            if e.request.head.features is None:  # rare: the end of a request's last page
-                self._enter(self.entering[0], [e], recalls=True)
-        return [None] * len(entries)
+        self._write([Entries(r, r.head.end, r.lag) for r in requests])
+        return [None] * len(requests)
 
     def extend(self, requests: Sequence[Request]) -> Sequence[object]:
         most = self.entering[-1].rows
@@ -433,8 +429,12 @@ class CudaDrafts(HostDrafts):
         return found
 
     def _write(self, entries: Sequence[Entries]) -> None:
-        """Write draft KV by kept features, without roots."""
-        for some in in_passes(entries, self._most_rows):
+        """Write draft KV whose roots nobody wants, by kept features, or by features that the target makes again."""
+        for e in entries:
+            if e.request.head.features is None:  # rare: the end of a request's last page
+                for some in in_passes([e], self.entering[0].rows):
+                    self._enter(self.entering[0], some, recalls=True)
+        for some in in_passes([e for e in entries if e.request.head.features is not None], self._most_rows):
             tokens, features, plan = self._inputs(some)
             at, (tokens,) = DevicePlan.of(cast(CudaDense, self.head.dense), plan, self.cache.page_size, tokens)
             self.head.write(tokens, features, cast(core.Plan, at), self.cache)
