@@ -33,6 +33,9 @@ class Late:
     def __init__(self, of: Any, name: str, log: list[str]) -> None:
         self._of, self._name, self._log = of, name, log
 
+    def of(self, batch: Any, rows: Any) -> Late:
+        return self
+
     def __getattr__(self, attribute: str) -> Any:
         value = getattr(self._of, attribute)
         if (self._name, attribute) == ("drafted", "trees"):  # to have them is not to read them

@@ -100,8 +100,9 @@ class LaunchedRound:
         return bucket
 
     def of(self, batch: Batch, rows: Sequence[int]) -> LaunchedRound:
-        seats = self.seats if len(rows) == len(self.seats) else [self.seats[row] for row in rows]
-        return replace(self, batch=batch, seats=seats, host_drafted=None)
+        if len(rows) == len(self.seats):
+            return replace(self, batch=batch)
+        return replace(self, batch=batch, seats=[self.seats[row] for row in rows], host_drafted=None)
 
     @property
     def ahead(self) -> int:

@@ -34,7 +34,6 @@ class Flight:
         rounds: launched rounds that are not collected, the oldest first.
         observers: the observers that were told of the first round's pages, and are told of its results.
         closed: True if no further round may be launched.
-        collected: number of collected rounds.
         dropped: rows of the batch whose requests have ended or were lost; later results for them are dropped.
         ended: time when the last collected round ended, or the first one began.
         waited: `Executor.waited` when the present call began to collect.
@@ -48,7 +47,6 @@ class Flight:
     rounds: deque[Verified]
     observers: Sequence[RoundObserver]
     closed: bool
-    collected: int = 0
     dropped: set[int] = field(default_factory=set)
     ended: float = 0.0
     waited: float = 0.0

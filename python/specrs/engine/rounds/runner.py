@@ -305,10 +305,8 @@ class Runner:
 
     def _collect(self, flight: Flight) -> None:
         """Commit the tokens that the oldest round accepted, and learn from the outcome of its drafts."""
-        verified = flight.rounds.popleft()
         batch, rows = flight.batch()
-        if flight.collected or len(rows) < len(flight.requests):
-            verified = verified.of(batch, rows)
+        verified = flight.rounds.popleft().of(batch, rows)
         if rows and verified.lost:
             batch, rows, verified = self._without_lost(flight, batch, rows, verified)
         if not rows:
@@ -362,7 +360,7 @@ class Runner:
         else:
             lease.commit(lens)
             self._flight = None
-        flight.lens, flight.collected = lens, flight.collected + 1
+        flight.lens = lens
         # No request has changed up to here. From here to the head's features, nothing is called that can fail.
         for error, sound in verified.faults:
             flight.closed = True  # a new round has to begin without drafts of this request
