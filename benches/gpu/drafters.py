@@ -45,9 +45,9 @@ def watch() -> Counter[int]:
     united: Counter[int] = Counter()
     again = Bucket.again
 
-    def counted(self: Bucket, variant: Variant, graphs: bool, rounds: int = 1) -> int:
+    def counted(self: Bucket, variant: Variant, rounds: int = 1) -> int:
         united[id(self)] += variant.drafts > 0
-        return again(self, variant, graphs, rounds)
+        return again(self, variant, rounds)
 
     Bucket.again = counted  # type: ignore[method-assign]
     return united

@@ -143,6 +143,26 @@ class Round:
         assert began == self.batch.lens, f"round {self.number} began at {began}, its requests are at {self.batch.lens}"
         return found
 
+    def of(self, batch: Batch, rows: Sequence[int]) -> Round:
+        return Round(self.device, self.run, self.number, batch, [self.places[row] for row in rows], self.loop)
+
+    @property
+    def ahead(self) -> int:
+        device = self.device
+        if self.run.needs_sync or device._running is not self.run:
+            return 0
+        if device.told.level == "round":
+            return 1
+        # The end of a loop is known; a round alone has not been waited for.
+        return 0 if self.loop and device.slot(self.number).ended else LOOP
+
+    def following(self) -> Round | None:
+        device = self.device
+        if not self.loop or self.number != device._handed - 1 or not device.slot(self.number).goes_on:
+            return None
+        device._handed += 1
+        return replace(self, number=self.number + 1)
+
     def _held(self, held: bool) -> Found:
         if not held:
             raise core.StaleOutputError(f"round {self.number} is overwritten")
@@ -315,22 +335,6 @@ class Device(HostExecutor):
     def waited(self) -> float:
         return 0.0
 
-    def following(self, verified: Any) -> Any:
-        if not isinstance(verified, Round) or not verified.loop or verified.number != self._handed - 1:
-            return None
-        if not self.slot(verified.number).goes_on:
-            return None
-        self._handed += 1
-        return replace(verified, number=verified.number + 1)
-
-    def ahead(self, verified: Any) -> int:
-        if not isinstance(verified, Round) or verified.run.needs_sync or self._running is not verified.run:
-            return 0
-        if self.told.level == "round":
-            return 1
-        # The end of a loop is known; a round alone has not been waited for.
-        return 0 if verified.loop and self.slot(verified.number).ended else LOOP
-
     def launch(self, verified: Any, rounds: int) -> Any:
         assert isinstance(verified, Round) and rounds >= 1
         assert self._handed == self._next, "a loop is under way"
@@ -347,10 +351,6 @@ class Device(HostExecutor):
         self._handed = number + 1
         self.might("launched")
         return Round(self, run, number, verified.batch, verified.places, loop)
-
-    def collect(self, verified: Any, batch: Batch, rows: Sequence[int]) -> Any:
-        assert isinstance(verified, Round)
-        return Round(self, verified.run, verified.number, batch, [verified.places[row] for row in rows], verified.loop)
 
     def abandon(self, requests: Sequence[Request]) -> None:
         self.told.abandoned += 1

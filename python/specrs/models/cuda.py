@@ -148,18 +148,15 @@ def _too_large(cuda: torch.device, sizes: ModelConfig | HeadConfig) -> str | Non
 class _Memory:
     """Scratch tensors by name, grown as needed and kept.
 
-    Views are kept too, and found by what was asked for: to make one takes as long as a launch.
-
-    Attributes:
-        moves: number of times that a block gave way to a larger one: graphs captured with the smaller one must not run
-            again.
+    Views are kept too, and found by what was asked for: to make one takes as long as a launch. A reserved block never
+    moves, because captured graphs have its address.
     """
 
     def __init__(self, cuda: torch.device) -> None:
         self._cuda = cuda
         self._kept: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._views: dict[tuple[str, torch.dtype, tuple[int, ...]], torch.Tensor] = {}
-        self.moves = 0
+        self._reserved: set[tuple[str, torch.dtype]] = set()
 
     def __call__(self, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         view = self._views.get((name, dtype, shape))
@@ -167,6 +164,8 @@ class _Memory:
             count = math.prod(shape)
             memory = self._kept.get((name, dtype))
             if memory is None or memory.numel() < count:
+                if memory is not None and (name, dtype) in self._reserved:
+                    raise RuntimeError(f"scratch memory {name!r} for {count} elements: {memory.numel()} are reserved")
                 # A block that is let go of is too small for the next: in steps where it costs little, so that few are.
                 memory = self._grow(name, dtype, count + (count // 2 if count * dtype.itemsize < _LARGE else 0))
             elif len(self._views) >= _MOST_VIEWS:
@@ -175,15 +174,13 @@ class _Memory:
         return view
 
     def reserve(self, name: str, dtype: torch.dtype, count: int) -> None:
-        """Room for so many elements, so that no view of as many moves the block."""
-        memory = self._kept.get((name, dtype))
-        if memory is None or memory.numel() < count:
-            self._grow(name, dtype, count)
+        """Allocate a block of so many elements. A view of more is an error from now on."""
+        self._grow(name, dtype, count)
+        self._reserved.add((name, dtype))
 
     def _grow(self, name: str, dtype: torch.dtype, count: int) -> torch.Tensor:
         self._views.clear()  # views keep the block that goes
         memory = self._kept[name, dtype] = torch.empty(count, dtype=dtype, device=self._cuda)
-        self.moves += 1
         return memory
 
 
@@ -260,9 +257,11 @@ class CudaDense:
         """Scratch of attention, of so many bytes at least."""
         return self.memory("attention", torch.uint8, size)
 
-    def reserve(self, rows: int, layers: Sequence[LayerConfig], products: Iterable[CudaLinear], features: int) -> None:
-        """Memory for passes of so many rows through these layers and products, which read features so wide: memory that
-        a graph was captured with must not move."""
+    def reserve(
+        self, rows: int, layers: Sequence[LayerConfig], products: Iterable[CudaLinear], features: int, attention: int
+    ) -> None:
+        """Reserve scratch memory for passes of so many rows through these layers and products, which read features so
+        wide, with so many bytes for attention."""
         half = self.placement.activations
         widths = [
             ("normed", max(layer.hidden_size for layer in layers)),
@@ -273,6 +272,7 @@ class CudaDense:
         for name, width in widths:
             self.memory.reserve(name, half, rows * width)
         self.memory.reserve("workspace", torch.uint8, max(product.workspace_bytes for product in products))
+        self.memory.reserve("attention", torch.uint8, attention)
 
     def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, shift: int = 0) -> None:
         self.settle()

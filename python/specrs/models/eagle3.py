@@ -115,19 +115,13 @@ class Eagle3Head:
         return new_cache(self.config, 1, num_pages, page_size, self.placement, dtype)
 
     def reserve(self, rows: int, logit_rows: int, step_rows: int) -> None:
-        """Memory for `extend` and `write` over so many rows, of which so many give logits, and for steps."""
-        self._extend_work.rows(rows)
-        self._write_work.rows(rows)
-        self._extend_tail.rows(logit_rows)
-        self._extend_logits.rows(logit_rows)
-        self._step_work.rows(step_rows)
-        self._step_logits.rows(step_rows)
-
-    @property
-    def moves(self) -> int:
-        """Number of times that the memory of `extend` and `step` moved."""
-        memory = (self._extend_work, self._extend_tail, self._extend_logits, self._step_work, self._step_logits)
-        return sum(m.moves for m in memory)
+        """Reserve memory for `extend` and `write` over so many rows, of which so many give logits, and for steps."""
+        self._extend_work.reserve(rows)
+        self._write_work.reserve(rows)
+        self._extend_tail.reserve(logit_rows)
+        self._extend_logits.reserve(logit_rows)
+        self._step_work.reserve(step_rows)
+        self._step_logits.reserve(step_rows)
 
     def products(self) -> Iterator[tuple[str, Linear]]:
         """Yield every product of the head, with the name of its weight; the product of q, k and v is split by its

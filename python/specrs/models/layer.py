@@ -24,27 +24,31 @@ class Workspace:
     """Activations by name, [capacity, width] each, allocated once and cut to a call's row count.
 
     `rows(n)` returns the same views for the same n until the capacity grows, so that a warm call allocates nothing.
-
-    Attributes:
-        moves: number of times that the memory grew: graphs captured with the memory of before must not run again.
+    Once reserved, the memory never moves.
     """
 
     def __init__(self, placement: Placement, **widths: int) -> None:
         self._placement, self._widths = placement, widths
         self._memory = {name: placement.empty(0, width) for name, width in widths.items()}
         self._views: dict[int, dict[str, torch.Tensor]] = {}
-        self._capacity = self.moves = 0
+        self._capacity, self._reserved = 0, False
+
+    def reserve(self, count: int) -> None:
+        """Allocate memory for so many rows. More rows are an error from now on: captured graphs have the address."""
+        self.rows(count)
+        self._reserved = True
 
     def rows(self, count: int) -> dict[str, torch.Tensor]:
         """Return views [count, width], contiguous; they hold what the last use left."""
         views = self._views.get(count)
         if views is None:
             if count > self._capacity:
+                if self._reserved:
+                    raise RuntimeError(f"a pass of {count} rows: memory is reserved for {self._capacity}")
                 self._capacity = -(-count // 16) * 16
                 empty = self._placement.empty
                 self._memory = {name: empty(self._capacity, width) for name, width in self._widths.items()}
                 self._views.clear()
-                self.moves += 1
             elif len(self._views) >= _MAX_ROW_COUNTS:
                 self._views.clear()
             views = {name: memory[:count] for name, memory in self._memory.items()}

@@ -124,16 +124,10 @@ class LlamaModel:
         return [made[of] for of in each]
 
     def reserve(self, rows: int, logit_rows: int) -> None:
-        """Memory for passes of so many rows, and of so many that logits are wanted of: memory that a graph was captured
-        with must not move."""
-        self._work.rows(rows)
-        self._qkv_work.rows(rows)
-        self._logits.rows(logit_rows)
-
-    @property
-    def moves(self) -> int:
-        """Number of times that the memory moved of passes whose logits are all wanted."""
-        return self._work.moves + self._qkv_work.moves + self._logits.moves
+        """Reserve memory for passes of so many rows, and of so many that logits are wanted of."""
+        self._work.reserve(rows)
+        self._qkv_work.reserve(rows)
+        self._logits.reserve(logit_rows)
 
     def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> KvMemory:
         """Memory for the KV of `num_pages` pages (page 0, the sink, included) of `page_size` tokens."""

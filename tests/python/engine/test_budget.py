@@ -12,8 +12,10 @@ import torch
 from specrs import ConfigError, DeviceMemoryError
 from specrs.backends import NativeCuda
 from specrs.engine.config import EngineConfig
-from specrs.engine.devices.memory_plan import Engine, Head, planned
-from specrs.models import Eagle3Config, ModelConfig, Placement
+from specrs.engine.devices.memory_plan import Engine, Head, attention_bytes, planned
+from specrs.models import HOST, Eagle3Config, ModelConfig, Placement
+from specrs.models.cuda import _Memory
+from specrs.models.layer import Workspace
 
 GIB = 1 << 30
 LLAMA_8B = {
@@ -174,3 +176,46 @@ def test_every_option_that_takes_memory_counts() -> None:
         replace(base, attention=lambda *sizes: 1 << 30),
     ):
         assert sum(n for _, n in other.fixed()) > bytes_of
+
+
+def attention(requests: int, queries: int, kv_heads: int, group: int, head_dim: int, keys: int) -> int:
+    """`tiling` of src/device/kernels/attention.rs, on a small GPU: more requests leave room for fewer blocks."""
+    rows = next((rows for rows in (16, 32, 64) if rows >= queries * group), 128)
+    splits, tiles = -(-keys // 256) + 1, requests * kv_heads * -(-queries * group // rows)
+    resident = 2 if rows * head_dim + 8 * requests < 64 * head_dim + 90 else 1
+    grid = max(min(7 * resident, tiles * splits), 1)
+    return 256 + max(grid, min(tiles, 2 * grid) * splits) * min(queries * group, rows) * (head_dim * 4 + 8)
+
+
+@pytest.mark.parametrize("heads", [8, 24, 40, 32])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_attention_of_every_pass_has_room(heads: int, drafts: bool) -> None:
+    """Of any number of requests, with any number of queries, over any number of keys."""
+    base, _ = engine(max_batch=20, max_context_len=2048, prefill_chunk=70)
+    layers = [replace(base.target, num_heads=heads), base.target]
+    most = attention_bytes(base.config, base.geometry, layers, drafts, attention)
+    needs = [
+        attention(requests, queries, layer.num_kv_heads, layer.num_heads // layer.num_kv_heads, layer.head_dim, keys)
+        for layer in layers
+        for requests in range(1, 21)
+        for queries in range(1, 71)
+        for keys in (16, 512, base.geometry.row_pages * base.config.page_size)
+    ]
+    assert max(needs) == most
+
+
+def test_reserved_scratch_memory_never_moves() -> None:
+    """Captured graphs have its address."""
+    work, memory = Workspace(HOST, x=4), _Memory(torch.device("cpu"))
+    work.rows(20)
+    work.reserve(33)
+    assert work.rows(48)["x"].data_ptr() == work.rows(1)["x"].data_ptr()
+    with pytest.raises(RuntimeError, match="a pass of 49 rows: memory is reserved for 48"):
+        work.rows(49)
+    memory("q", torch.float32, 2, 3)
+    memory.reserve("q", torch.float32, 10)
+    assert memory("q", torch.float32, 10).data_ptr() == memory("q", torch.float32, 2, 3).data_ptr()
+    with pytest.raises(RuntimeError, match="scratch memory 'q' for 12 elements: 10 are reserved"):
+        memory("q", torch.float32, 3, 4)
+    memory("other", torch.float32, 3, 4)
+    memory("other", torch.float32, 300, 4)

@@ -33,6 +33,9 @@ class Late:
     def __init__(self, of: Any, name: str, log: list[str]) -> None:
         self._of, self._name, self._log = of, name, log
 
+    def of(self, batch: Any, rows: Any) -> Late:
+        return self
+
     def __getattr__(self, attribute: str) -> Any:
         value = getattr(self._of, attribute)
         if (self._name, attribute) == ("drafted", "trees"):  # to have them is not to read them
@@ -48,10 +51,6 @@ class Device:
 
     host: HostExecutor
     log: list[str] = field(default_factory=list)
-
-    @property
-    def placement(self) -> Any:
-        return self.host.placement
 
     @property
     def planner(self) -> core.Planner:
@@ -91,20 +90,11 @@ class Device:
     def waited(self) -> float:
         return 0.0
 
-    def following(self, verified: Any) -> None:
-        return None
-
-    def ahead(self, verified: Any) -> int:
-        return 0
-
     def launch(self, verified: Any, rounds: int) -> None:
         raise AssertionError("nothing can be launched ahead")
 
     def request_stop(self) -> None:
         self.host.request_stop()
-
-    def collect(self, verified: Any, batch: Any, rows: Any) -> Any:
-        return verified
 
     def abandon(self, requests: Any) -> None:
         self.log.append("abandon")

@@ -17,7 +17,7 @@ import torch
 from modelzoo import Pair, write_eagle3, write_target
 from specrs import LLM, OutOfBoundsError, SamplingParams, SpecrsError, device
 from specrs import _specrs as core
-from specrs.engine.devices.graphs import Bucket
+from specrs.engine.devices.graphs import Bucket, Graphs
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU in this machine", allow_module_level=True)
@@ -284,15 +284,15 @@ def test_steps_that_fail_again_and_again_lose_nothing(engine: Engines, want: lis
 def test_a_sum_that_a_broken_pass_owes_is_in_no_graph(engine: Engines, want: list[list[int]]) -> None:
     """An interrupt between a product and the norm behind it: a graph that made the sum would write there for ever."""
     total, more = torch.zeros(64, device="cuda"), torch.ones(64, device="cuda")
-    original, captured = Bucket._capture, []
+    original, captured = Graphs._captured, []
 
-    def capture(bucket: Bucket, variant: Any) -> Any:
-        captured.append(variant)
-        bucket.models.dense.owe(total, more)
-        return original(bucket, variant)
+    def capture(self: Graphs, *args: Any) -> Any:
+        captured.append(args)
+        self._models.dense.owe(total, more)
+        return original(self, *args)
 
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(Bucket, "_capture", capture)
+        m.setattr(Graphs, "_captured", capture)
         with engine.make("round") as llm:
             assert [o.token_ids for o in llm.generate(PROMPTS, PARAMS)] == want
     assert captured

@@ -23,7 +23,8 @@ from modelzoo import Pair, agree, write_eagle3, write_target
 from specrs import LLM, SamplingParams, device
 from specrs import _specrs as core
 from specrs.engine.devices.cuda import CudaDrafts
-from specrs.engine.devices.graphs import Bucket
+from specrs.engine.devices.graphs import Graphs
+from specrs.engine.devices.launched import LaunchedRound
 from specrs.engine.devices.launches import Launches
 
 if not torch.cuda.is_available():
@@ -87,7 +88,8 @@ class Flights:
     def __init__(self, llm: LLM) -> None:
         self.ahead = self.loops = self.begun = 0
         executor: Any = llm._runner.executor
-        launch, verify, decode, following = executor.launch, executor.verify, executor.decode, executor.following
+        launch, verify, decode = executor.launch, executor.verify, executor.decode
+        following = LaunchedRound.following
 
         def launched(verified: Any, rounds: int) -> Any:
             done = launch(verified, rounds)
@@ -96,7 +98,7 @@ class Flights:
                 self.loops += done.variant.loop
             return done
 
-        def follows(verified: Any) -> Any:
+        def follows(verified: LaunchedRound) -> Any:
             done = following(verified)
             self.ahead += done is not None
             return done
@@ -108,9 +110,15 @@ class Flights:
 
             return ran
 
-        executor.launch, executor.following = launched, follows
+        executor.launch, LaunchedRound.following = launched, follows  # type: ignore[method-assign]
         executor.verify, executor.decode = counted(verify), counted(decode)
-        self._undo = lambda: [delattr(executor, n) for n in ("launch", "following", "verify", "decode")]
+
+        def undo() -> None:
+            LaunchedRound.following = following  # type: ignore[method-assign]
+            for name in ("launch", "verify", "decode"):
+                delattr(executor, name)
+
+        self._undo = undo
 
     def __enter__(self) -> Flights:
         return self
@@ -272,26 +280,24 @@ def test_a_first_request_finds_its_graphs_made(pair: Pair, monkeypatch: pytest.M
     """This holds for any prompt, sampled or greedy, however deep it drafts; and nothing moves the memory that graphs
     point at."""
     made: list[Any] = []
-    capture = Bucket._capture
+    captured = Graphs._captured
 
-    def watched(bucket: Bucket, variant: Any) -> Any:
-        made.append(variant)
-        return capture(bucket, variant)
+    def watched(self: Graphs, *args: Any) -> Any:
+        made.append(args)
+        return captured(self, *args)
 
     options = {"device": "cuda", "max_context_len": 512, "prefix_cache": False, "max_batch": 2}
     for drafting in (True, False):
         with LLM(pair.target, pair.draft, **options) if drafting else LLM(pair.target, **options) as llm:
             bucket = llm._runner.executor._buckets[1]  # type: ignore[attr-defined]
-            kept = set(bucket.graphs)
+            kept = set(bucket.graphs.made)
             assert {(v.levels > 0, v.edits is None) for v in kept} == {(a, b) for a in (0, 1) for b in (0, 1)}
-            monkeypatch.setattr(
-                Bucket, "_capture", lambda self, variant: made.append(variant) or capture(self, variant)
-            )
+            monkeypatch.setattr(Graphs, "_captured", watched)
             for length, temperature in ((1, 0.0), (300, 0.0), (300, 1.0), (37, 1.0)):
                 params = SamplingParams(max_tokens=60, temperature=temperature, seed=3, ignore_eos=True)
                 llm.generate([[i % 5 for i in range(length)]], params)
             monkeypatch.undo()
-            assert set(bucket.graphs) == kept and not made
+            assert set(bucket.graphs.made) == kept and not made
 
 
 @pytest.mark.parametrize("graphs", ["round", "loop"])

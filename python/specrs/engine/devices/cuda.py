@@ -24,15 +24,16 @@ from torch.utils.dlpack import from_dlpack
 from specrs import _specrs as core
 from specrs.engine.config import EngineConfig
 from specrs.engine.devices.entering import Entering
-from specrs.engine.devices.graphs import MOST_AHEAD, Bucket
+from specrs.engine.devices.given import Seat
+from specrs.engine.devices.graphs import Bucket
 from specrs.engine.devices.host import Entries, HostDrafted, HostDrafts, HostExecutor, Root
 from specrs.engine.devices.launched import AskedRound, DeviceRoot, LaunchedRound
 from specrs.engine.devices.launches import Variant
 from specrs.engine.devices.memory import Activations, Models, Roots, buckets, entering, longest_path
-from specrs.engine.devices.memory_plan import attention_passes
+from specrs.engine.devices.memory_plan import attention_bytes, attention_of
 from specrs.engine.drafting.chooser import TAIL, Kind, TreePolicy
 from specrs.engine.drafting.costs import Costs, Overheads, Pace, PassCost
-from specrs.engine.drafting.levels import can_unite, drafted_levels, levels_for, most_nodes, tiers, united_levels
+from specrs.engine.drafting.levels import drafted_levels, levels_for, most_nodes, tiers, united_levels
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
 from specrs.engine.rounds.executor import Deepen, Drafted, Pass, Verified, Watched
@@ -54,11 +55,7 @@ _HOST, _HOSTED = 4e-4, 2e-4
 
 
 class CudaExecutor(HostExecutor):
-    """Runs one target, and perhaps a head, on a GPU and on a stream of its own.
-
-    Attributes:
-        steps: the most draft steps of a round.
-    """
+    """Runs one target, and perhaps a head, on a GPU and on a stream of its own."""
 
     launched = True
 
@@ -75,10 +72,9 @@ class CudaExecutor(HostExecutor):
         self._dense, cuda = dense, target.ops.placement.device
         torch.cuda.synchronize(cuda)  # the weights have arrived
         self._stream = torch.cuda.Stream(cuda)  # type: ignore[no-untyped-call]
-        self.steps, self._level, self._graphs = geometry.shape.steps, config.graphs, config.graphs != "off"
+        self._graphs = config.graphs != "off"
         self._roots: Roots | None = None
         self._running: Bucket | None = None  # the bucket of the last launched round
-        self._needs_sync = True  # the host has to read the last round before it launches the next one
         with self.entered():
             super().__init__(target, head, config, geometry, pool)
             self._table = core._DeviceTable(pool, cuda.index, dense.stream)
@@ -97,19 +93,8 @@ class CudaExecutor(HostExecutor):
             layers: list[LayerConfig] = [target.config] if head is None else [target.config, head.config]
             products = [*target.products(), *(() if head is None else head.products())]
             wide = 0 if head is None else head.config.aux_size
-            dense.reserve(rows, layers, (cast(CudaLinear, product) for _, product in products), wide)
-            keys = geometry.row_pages * config.page_size
-            for layer in layers:
-                group = layer.num_heads // layer.num_kv_heads
-                dense.attention_space(
-                    max(
-                        core._device_attention_workspace(
-                            cuda.index, requests=requests, max_queries=queries, kv_heads=layer.num_kv_heads,
-                            group=group, head_dim=layer.head_dim, max_keys=keys,
-                        )
-                        for requests, queries in attention_passes(config, geometry, trees)
-                    )
-                )  # fmt: skip
+            attention = attention_bytes(config, geometry, layers, trees, attention_of(cuda.index))
+            dense.reserve(rows, layers, (cast(CudaLinear, product) for _, product in products), wide, attention)
             self._models = Models(
                 dense, target, self.cache, head, None if drafts is None else drafts.cache, self._roots, to_target,
                 geometry, config, pool.num_pages, from_dlpack(self._table.tensor(dense.stream)), self._stream,
@@ -212,23 +197,20 @@ class CudaExecutor(HostExecutor):
             seqs: sequences that have seats.
             prompt: positions that each of them has committed.
         """
-        bucket, live = self._of(size), len(seqs)
-        nodes = most_nodes(self.planner.geometry.shape, levels)
-        bucket.given.set_requests(
-            [seq.row for seq in seqs], [prompt] * live, [0] * live, [levels] * live, nodes, levels,
-            [prompt + self._measured_len] * live,
-        )  # fmt: skip
+        bucket, nodes = self._of(size), most_nodes(self.planner.geometry.shape, levels)
+        seats = [Seat(seq.row, prompt, 0, levels, prompt + self._measured_len) for seq in seqs]
+        bucket.given.set_requests(seats, nodes, levels)
         heads = self.drafts is not None
         variant = Variant(size, levels, heads and levels > 0, None, trees=levels > 0 and not heads)
         ahead = self._graphs and not variant.trees
         seconds = []
-        last = bucket.launch(variant, self._graphs)
+        last = bucket.launch(variant)
         for _ in range(_RUNS + 3):  # the first three allocate memory and capture a graph
             started = time.perf_counter()
             if ahead:
-                number, last = last, bucket.again(variant, self._graphs)
+                number, last = last, bucket.again(variant)
             else:
-                number = bucket.launch(variant, self._graphs)
+                number = bucket.launch(variant)
             bucket.collect(number)
             seconds.append(time.perf_counter() - started)
         bucket.collect(last if ahead else number)
@@ -249,13 +231,13 @@ class CudaExecutor(HostExecutor):
         heads = self.drafts is not None
         for size in self._sizes if self._graphs else ():
             bucket = self._of(size)
-            bucket.given.set_requests([], [], [], [], 1)
+            bucket.given.set_requests([])
             for edits in (None, bucket.given.least_room()):
                 plain = Variant(size, 0, False, edits)
                 drafting = [Variant(size, n, heads, edits, trees=not heads) for n in levels]
                 for variant in (plain, *drafting):
-                    while variant not in bucket.graphs and bucket.runs[variant] >= 0:
-                        bucket.collect(bucket.launch(variant, self._graphs))
+                    while not bucket.graphs.settled(variant):
+                        bucket.collect(bucket.launch(variant))
 
     def _prompt(self, pages: Pages) -> None:
         """Run both models over a prompt that belongs to no request."""
@@ -325,11 +307,8 @@ class CudaExecutor(HostExecutor):
         return self._launched(AskedRound(batch, depths, levels), made)
 
     def commit(self, batch: Batch, lease: core.Lease, verified: Verified) -> None:
-        if isinstance(verified, LaunchedRound):
-            # The device has already moved KV or remapped its table; this brings the pool's books up to date.
-            self.planner.commit(lease, batch.seqs, batch.lens, verified.accepts)
-        else:
-            super().commit(batch, lease, verified)
+        # The device has already moved KV or remapped its table; this brings the pool's books up to date.
+        self.planner.commit(lease, batch.seqs, batch.lens, verified.accepts)
 
     def _launched(self, asked: AskedRound, host_drafted: Watched | None = None) -> LaunchedRound:
         """Launch a round with drafts that the device makes, drafts that the host has made, or both."""
@@ -340,38 +319,26 @@ class CudaExecutor(HostExecutor):
             levels = united_levels(shape, levels, max(trees.sizes))
         bucket = self._running = self._of(next(b for b in self._sizes if b >= len(batch)))
         given, nodes = bucket.given, most_nodes(shape, levels)
+        page = self.planner.geometry.page_size
         # A request ends one position early, because nobody needs the KV of its last token.
-        limits, stops = [r.ending.max_total - 1 for r in batch], [r.ending.eos_ids | r.ending.stop_ids for r in batch]
-        tokens = [r.tokens[-1] for r in batch]
-        rows = [q.row for q in batch.seqs]
-        first_pages = [r.head.first // self.planner.geometry.page_size for r in batch]
-        given.set_requests(rows, batch.lens, tokens, asked.depths, nodes, levels, limits, stops, first_pages)
+        seats = [
+            Seat(r.seq.row, n, r.tokens[-1], depth, r.ending.max_total - 1, r.head.first // page,
+                 r.ending.eos_ids | r.ending.stop_ids)
+            for r, n, depth in zip(batch, batch.lens, asked.depths, strict=True)
+        ]  # fmt: skip
+        given.set_requests(seats, nodes, levels)
         moving = any(r.draws.grammar is not None for r in batch)
         edits = given.set_samplers([r.sampler for r in batch], moving)
         self._table.upload(self._dense.stream)
         if trees is not None:
             given.set_trees(trees)
         variant = Variant(bucket.batch, levels, any(asked.depths), edits, trees=trees is not None, drafts=drafts)
-        number = bucket.launch(variant, self._graphs)
-        self._needs_sync = given.changing or trees is not None or self._level == "off"
+        number = bucket.launch(variant)
         return LaunchedRound(batch, bucket, number, variant, range(len(batch)), host_drafted)
 
     @property
     def waited(self) -> float:
         return sum(bucket.waited for bucket in self._buckets.values())
-
-    def following(self, verified: Verified) -> Verified | None:
-        if not isinstance(verified, LaunchedRound):
-            return None
-        number = verified.bucket.followed_by(verified.number)
-        return None if number is None else replace(verified, number=number)
-
-    def ahead(self, verified: Verified) -> int:
-        if not isinstance(verified, LaunchedRound) or self._needs_sync or self._running is not verified.bucket:
-            return 0
-        if not verified.variant.loop:
-            return MOST_AHEAD if self._level == "loop" and verified.bucket.loops(verified.variant) else 1
-        return 0 if verified.bucket.ended(verified.number) else MOST_AHEAD
 
     def launch(self, verified: Verified, rounds: int) -> Verified | None:
         assert isinstance(verified, LaunchedRound)
@@ -380,20 +347,13 @@ class CudaExecutor(HostExecutor):
         if self._table.upload(self._dense.stream, rows)[3]:
             return None  # the upload would store whole rows, which rounds in flight change
         bucket, variant = verified.bucket, verified.variant
-        variant = replace(variant, loop=self._level == "loop" and bucket.loops(replace(variant, loop=False)))
-        number = bucket.again(variant, self._graphs, rounds)
+        variant = replace(variant, loop=bucket.loops(replace(variant, loop=False)))
+        number = bucket.again(variant, rounds)
         return LaunchedRound(verified.batch, bucket, number, variant, verified.seats)
 
     def request_stop(self) -> None:
         if self._running is not None:
             self._running.request_stop()
-
-    def collect(self, verified: Verified, batch: Batch, rows: Sequence[int]) -> Verified:
-        assert isinstance(verified, LaunchedRound)
-        seats = verified.seats
-        if len(rows) < len(seats):
-            seats = [seats[row] for row in rows]
-        return LaunchedRound(batch, verified.bucket, verified.number, verified.variant, seats)
 
     def abandon(self, requests: Sequence[Request]) -> None:
         bucket = self._running
@@ -438,8 +398,7 @@ class CudaDrafts(HostDrafts):
         vocab_size: int,
     ) -> None:
         super().__init__(head, cache, planner, config, vocab_size)
-        self._roots, self._steps = roots, planner.geometry.shape.steps
-        self._unites = can_unite(planner.geometry.shape)
+        self._roots, self._steps, self._most_rows = roots, planner.geometry.shape.steps, config.prefill_chunk
         self.entering: list[Entering] = []
 
     def keep(self, batch: Batch, passed: Pass, rows: Sequence[Sequence[int]]) -> None:
@@ -453,18 +412,15 @@ class CudaDrafts(HostDrafts):
                     r.head.reached(r.committed, root)
 
     def write(self, requests: Sequence[Request]) -> Sequence[core.NonFiniteError | None]:
-        entries = [Entries(r, r.head.end, r.lag) for r in requests]
-        self._write([e for e in entries if e.request.head.features is not None])
-        for e in entries:
-            if e.request.head.features is None:  # rare: the end of a request's last page
-                self._enter(self.entering[0], [e], recalls=True)
-        return [None] * len(entries)
+        self._write([Entries(r, r.head.end, r.lag) for r in requests])
+        return [None] * len(requests)
 
     def extend(self, requests: Sequence[Request]) -> Sequence[object]:
         most = self.entering[-1].rows
         found = [DeviceRoot(r.seq.row, r.head.end) for r in requests]
         self._write([Entries(r, r.head.end, r.lag - most) for r in requests if r.lag > most])
-        entries = [Entries(r, r.committed - n, n) for r in requests for n in (min(r.lag, most),)]
+        counts = [min(r.lag, most) for r in requests]
+        entries = [Entries(r, r.committed - n, n) for r, n in zip(requests, counts, strict=True)]
         for recalls in (False, True):
             some = [e for e in entries if (e.request.head.features is None) == recalls]
             while some:
@@ -474,12 +430,15 @@ class CudaDrafts(HostDrafts):
         return found
 
     def _write(self, entries: Sequence[Entries]) -> None:
-        """Write draft KV by kept features, without roots."""
-        if not entries:
-            return
-        tokens, features, plan = self._inputs(entries)
-        at, (tokens,) = DevicePlan.of(cast(CudaDense, self.head.dense), plan, self.cache.page_size, tokens)
-        self.head.write(tokens, features, cast(core.Plan, at), self.cache)
+        """Write draft KV whose roots nobody wants, by kept features, or by features that the target makes again."""
+        for e in entries:
+            if e.request.head.features is None:  # rare: a head that reads all of a request is far behind
+                for some in in_passes([e], self.entering[0].rows):
+                    self._enter(self.entering[0], some, recalls=True)
+        for some in in_passes([e for e in entries if e.request.head.features is not None], self._most_rows):
+            tokens, features, plan = self._inputs(some)
+            at, (tokens,) = DevicePlan.of(cast(CudaDense, self.head.dense), plan, self.cache.page_size, tokens)
+            self.head.write(tokens, features, cast(core.Plan, at), self.cache)
 
     def _enter(self, enters: Entering, entries: Sequence[Entries], recalls: bool) -> None:
         """Write draft KV of few positions, and store the head's result for the last of them as the request's root."""
@@ -499,7 +458,7 @@ class CudaDrafts(HostDrafts):
         return AskedRound(batch, able, levels)
 
     def unite(self, drafted: Drafted, trees: core.TreeBatch) -> Drafted | None:
-        if not isinstance(drafted, AskedRound) or not drafted.levels or not self._unites:
+        if not isinstance(drafted, AskedRound) or not drafted.levels:
             return None
         return replace(drafted, trees=trees)
 
@@ -508,6 +467,25 @@ class CudaDrafts(HostDrafts):
         if not isinstance(root, DeviceRoot):
             return super()._root(request)
         return Root(self._roots.logits[root.row].to("cpu", torch.float32), self._roots.hidden[root.row])
+
+
+def in_passes(entries: Sequence[Entries], most: int) -> Iterator[list[Entries]]:
+    """Split entries into passes of up to ``most`` rows, for which scratch memory is reserved.
+
+    A chunk of prefill has no more rows, but after an error the entries of several chunks may wait.
+    """
+    some: list[Entries] = []
+    room = most
+    for e in entries:
+        start, end = e.start, e.start + e.count
+        while start < end:
+            some.append(Entries(e.request, start, min(room, end - start)))
+            start, room = start + some[-1].count, room - some[-1].count
+            if not room:
+                yield some
+                some, room = [], most
+    if some:
+        yield some
 
 
 def _overheads(plain: float) -> Overheads:

@@ -10,8 +10,6 @@ Launched one by one, the kernels of these passes take the host longer than sever
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import cast
@@ -20,7 +18,7 @@ import numpy as np
 import torch
 
 from specrs import _specrs as core
-from specrs.engine.devices.graphs import AllocatedError, record
+from specrs.engine.devices.graphs import Graphs
 from specrs.engine.devices.memory import Fields, Models
 from specrs.models.cuda import DevicePlan
 from specrs.models.features import FeatureRows, Features
@@ -56,9 +54,7 @@ class Entering:
             return cast(core.Plan, found)
 
         self._of_head, self._of_target = plan(a["slots"], a["first_pages"]), plan(a["unwritten"], None)
-        self._graphs: dict[bool, core._Graph] = {}
-        self._runs = {False: 0, True: 0}
-        self._epoch = models.epoch
+        self._graphs = Graphs(models)
 
     def run(
         self,
@@ -106,31 +102,8 @@ class Entering:
         Args:
             recalls: True if the target makes the features first.
         """
-        if self._m.epoch != self._epoch:  # scratch memory that graphs were captured with has moved
-            self._graphs.clear()
-            self._runs, self._epoch = {False: 0, True: 0}, self._m.epoch
-        graph, graphs = self._graphs.get(recalls), self._m.config.graphs != "off"
-        if graph is None and graphs and self._runs[recalls] > 0:
-            graph = self._captured(recalls)
-        if graph is not None:
-            graph.launch(self._m.dense.stream)
-        else:
-            self._passes(recalls)(0)
-            self._runs[recalls] += 1
-
-    def _captured(self, recalls: bool) -> core._Graph | None:
-        """Capture a graph of the pass. Returns ``None`` if the capture fails."""
-        self._runs[recalls] = 0  # if another thread has allocated, a later capture works
-        try:
-            graph = record(self._m, self._kept(), self._passes(recalls))
-        except AllocatedError:
-            return None
-        except (RuntimeError, core.GraphCaptureError) as error:
-            self._runs[recalls] = -sys.maxsize  # never try again
-            warnings.warn(f"requests enter without a CUDA graph: {error}", RuntimeWarning, stacklevel=3)
-            return None
-        self._graphs[recalls] = graph
-        return graph
+        name = f"the pass that enters {self.batch} requests{', with the target' if recalls else ''}:"
+        self._graphs.run(name, self._passes(recalls), self._kept)
 
     def _kept(self) -> list[object]:
         m = self._m

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
@@ -18,6 +20,28 @@ from specrs.operands import SamplerArrays
 
 _LEAST_EDITS = 64
 _INV_TEMPERATURE, _PENALISED = 7, 11  # words of a `SamplerRow`: 0 if greedy; 0 if there are no penalties
+
+
+class Seat(NamedTuple):
+    """A request of a launch.
+
+    Attributes:
+        row: row of the page table.
+        length: committed length.
+        root: the root's token.
+        depth: the depth to which the request drafts; 0 for no drafts.
+        limit: the committed length at which the request ends.
+        first_page: the column of the page table at which the head's KV begins.
+        stops: the tokens at which the request ends.
+    """
+
+    row: int
+    length: int
+    root: int
+    depth: int
+    limit: int
+    first_page: int = 0
+    stops: Collection[int] = ()
 
 
 class Given:
@@ -32,10 +56,12 @@ class Given:
     """
 
     def __init__(self, memory: BucketMemory, roots: Roots | None) -> None:
-        self._memory, self._roots = memory, roots
+        self._memory, self._nothing = memory, 0 if roots is None else roots.nothing
         self._host = torch.zeros(memory.given_layout.words, dtype=torch.int32, pin_memory=True)
         self.arrays: Arrays = memory.given_layout.of(self._host)
         self._numbers = {name: array.numpy() for name, array in self.arrays.items()}
+        first, (last, words) = memory.given_layout.places["rows"][0], memory.given_layout.places["root_to"]
+        self._seats = self._host[first : last + words].view(-1, memory.batch).numpy()
         self._host_trees = torch.zeros(memory.trees_layout.words, dtype=torch.int32, pin_memory=True)
         self._trees = memory.trees_layout.of(self._host_trees)
         self.edits: dict[int, torch.Tensor] = {}
@@ -44,55 +70,27 @@ class Given:
         self._drawn_by: tuple[list[core.Sampler], int | None] = [], None  # the samplers that still hold, and their room
         self.live, self.changing = 0, False
 
-    def set_requests(
-        self,
-        rows: Sequence[int],
-        lens: Sequence[int],
-        tokens: Sequence[int],
-        depths: Sequence[int],
-        nodes: int,
-        cap: int = 0,
-        limits: Sequence[int] = (),
-        stops: Sequence[Collection[int]] = (),
-        first_pages: Sequence[int] = (),
-    ) -> None:
+    def set_requests(self, seats: Sequence[Seat], nodes: int = 1, levels: int = 0) -> None:
         """Set the requests of the next launch.
 
         Args:
-            rows: each live request's row of the page table.
-            lens: each request's committed length.
-            tokens: each request's root token.
-            depths: the depth to which each request drafts; 0 for no drafts.
             nodes: the most nodes of a tree.
-            cap: the depth to which drafting requests draft in rounds behind this one.
-            limits: the committed length at which each request ends.
-            stops: the tokens at which each request ends.
-            first_pages: the column of the page table at which the head's KV of each request begins.
+            levels: the depth to which drafting requests draft in rounds behind this one.
         """
-        live, n = len(rows), self._numbers
-        self.live = live
-        caps = [cap if depth > 0 else 0 for depth in depths]
-        fields = [
-            ("rows", rows, -1), ("lens", lens, 0), ("roots", tokens, 0), ("depths", depths, 0), ("caps", caps, 0),
-            ("limits", limits or [2**31 - 1] * live, 0), ("first_pages", first_pages or [0] * live, 0),
-        ]  # fmt: skip
-        for name, values, dead in fields:
-            n[name][:live], n[name][live:] = values, dead
-        n["done"][:] = 0
-        n["stop_counts"][:] = 0
-        for i, some in enumerate(stops):
-            few = list(some)[:STOPS]  # the host checks the others
-            n["stop_counts"][i] = len(few)
-            n["stops"][i * STOPS : i * STOPS + len(few)] = few
-        n["nodes"][:live], n["nodes"][live:] = nodes, 0
-        n["live"][0] = live
+        self.live = live = len(seats)
+        nothing, numbers, stops = self._nothing, [], []
+        for row, length, root, depth, limit, page, ends in seats:
+            few = list(ends)[:STOPS]  # the host checks the others
+            stops += few + [0] * (STOPS - len(few))
+            cap, at, to = (levels, row, row) if depth > 0 else (0, nothing, -1)
+            numbers.append((row, length, root, depth, limit, page, cap, nodes, len(few), 0, at, to))
+        # The fields of `given_layout` from `rows` on; those of an empty seat are dead values.
+        self._seats[:, :live] = np.array(numbers, np.int32).reshape(live, len(self._seats)).T
+        self._seats[:, live:] = np.array((-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, nothing, -1), np.int32)[:, None]
+        n = self._numbers
+        n["stops"][: len(stops)] = stops
         n["tree_offsets"][: live + 1], n["tree_offsets"][live + 1 :] = range(live + 1), live
-        if self._roots is not None:
-            nothing = self._roots.nothing
-            drafting = [(row, depth > 0) for row, depth in zip(rows, depths, strict=True)]
-            n["root_from"][:live] = [row if drafts else nothing for row, drafts in drafting]
-            n["root_to"][:live] = [row if drafts else -1 for row, drafts in drafting]
-            n["root_from"][live:], n["root_to"][live:] = nothing, -1
+        n["live"][0] = live
 
     def set_trees(self, trees: core.TreeBatch) -> None:
         """Set the trees that the next launch verifies, one for each live request. The variant must have host trees."""

@@ -2,19 +2,20 @@
 
 A round can be launched before the host has read the round in front of it, or repeat in a WHILE loop on the device. Each
 round publishes its results to a place of mapped memory, where `Bucket.collect` reads them without a synchronisation. A
-graph holds the addresses of all memory that its launches use, so it is valid only until some of that memory moves.
+graph holds the addresses of all memory that its launches use. That memory never moves: it is static (`memory`), or
+scratch memory that is reserved at its largest when the engine is made.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar, cast
 
 import torch
 
@@ -23,58 +24,91 @@ from specrs.engine.devices.given import Given
 from specrs.engine.devices.launches import Launches, Variant
 from specrs.engine.devices.memory import Arrays, BucketMemory, Models
 
-_COLD = 1  # runs of a variant before it is captured; these load kernels and grow memory
-_DOUBTS = 3  # captures during which memory is allocated, before the variant itself is taken to be the cause
+_TRIES = 3  # captures that may fail before launches run without a graph: another thread may have allocated meanwhile
 MOST_AHEAD = 8  # the most rounds of a loop
 _BUDGET = 32  # `EXIT_BUDGET` of src/round/round_end.rs: the loop has run all rounds that it was launched for
 
+Result = TypeVar("Result")
+Keep = Callable[[], list[object]]
 
-class AllocatedError(RuntimeError):
-    """Memory was allocated during a capture, perhaps by another thread."""
 
+class Graphs:
+    """CUDA graphs of launches, by a key of each.
 
-def record(models: Models, keep: list[object], launches: Callable[[int], None], loop: bool = False) -> core._Graph:
-    """Capture launches as a CUDA graph, without running them.
+    The first run of a key loads kernels and makes memory, which a capture could not do. The second run captures a
+    graph, and later runs replay it. If `_TRIES` captures of a key fail, it runs without a graph from then on.
 
-    Args:
-        models: the models and everything else that the launches use.
-        keep: objects whose memory the launches use.
-        launches: makes the launches; gets the handle of the loop, or 0 without one.
-        loop: True for launches that are the body of a loop.
-
-    Raises:
-        AllocatedError: torch handed out memory meanwhile.
-        RuntimeError: scratch memory moved within the capture.
-        GraphCaptureError: something else broke the capture.
+    Attributes:
+        made: each captured graph, and what its launches returned.
+        failures: number of failed captures of each key that has run or was to be captured.
     """
-    cuda, epoch, stream = models.dense.placement.device, models.epoch, models.dense.stream
-    allocated, collecting = _allocations(cuda), gc.isenabled()
-    gc.disable()  # destroying an object within the capture could break the capture
-    try:
-        if loop:
-            core._device_round_end_load(cuda.index)
-            graph = core._Graph.loop(cuda.index, stream, launches, keep)
-        else:
-            graph = core._Graph.capture(cuda.index, stream, lambda: launches(0), keep)
-        if models.epoch != epoch:
-            raise RuntimeError("scratch memory moved within the capture")
+
+    def __init__(self, models: Models) -> None:
+        self._models, self._on = models, models.config.graphs != "off"
+        self.made: dict[Hashable, tuple[core._Graph, object]] = {}
+        self.failures: dict[Hashable, int] = {}
+
+    def settled(self, key: Hashable) -> bool:
+        """Return whether later runs of a key take no longer than its next one."""
+        return not self._on or key in self.made or self.failures.get(key, 0) >= _TRIES
+
+    def run(self, key: Hashable, launches: Callable[[int], Result], keep: Keep) -> Result:
+        """Run launches, and return what they return. If they loop, they must have a graph.
+
+        Args:
+            launches: makes the launches, always the same for a key; gets the handle of the loop, or 0 without one.
+            keep: returns the objects whose memory the launches use.
+        """
+        if key in self.failures:
+            self.capture(key, launches, keep)
+        if key not in self.made:
+            ran = launches(0)
+            self.failures.setdefault(key, 0)
+            return ran
+        graph, found = self.made[key]
+        graph.launch(self._models.dense.stream)
+        return cast(Result, found)
+
+    def capture(self, key: Hashable, launches: Callable[[int], object], keep: Keep, loop: bool = False) -> bool:
+        """Capture a graph of launches that has run before, unless there is one, and return whether there is one now.
+
+        Args:
+            loop: True for launches that are the body of a loop.
+        """
+        if not self.settled(key):
+            self.failures.setdefault(key, 0)
+            try:
+                self.made[key] = self._captured(launches, keep(), loop)
+            except (RuntimeError, core.GraphCaptureError) as error:
+                self.failures[key] += 1
+                if self.failures[key] == _TRIES:
+                    warnings.warn(f"{key} runs without a CUDA graph: {error}", RuntimeWarning, stacklevel=4)
+        return key in self.made
+
+    def _captured(
+        self, launches: Callable[[int], object], keep: list[object], loop: bool
+    ) -> tuple[core._Graph, object]:
+        """Capture launches without running them. It fails if torch allocates memory meanwhile."""
+        dense, made = self._models.dense, list[object]()
+        cuda, allocated, collecting = dense.placement.device, _allocations(dense.placement.device), gc.isenabled()
+
+        def launch(handle: int = 0) -> None:
+            made.append(launches(handle))
+
+        gc.disable()  # destroying an object within the capture could break the capture
+        try:
+            if loop:
+                core._device_round_end_load(cuda.index)
+                graph = core._Graph.loop(cuda.index, dense.stream, launch, keep)
+            else:
+                graph = core._Graph.capture(cuda.index, dense.stream, launch, keep)
+        finally:
+            dense.forget()  # a sum that a broken pass left undone
+            if collecting:
+                gc.enable()
         if _allocations(cuda) != allocated:
-            raise AllocatedError("torch allocated memory within the capture")
-    except (RuntimeError, core.GraphCaptureError):
-        models.dense.forget()
-        raise
-    finally:
-        if collecting:
-            gc.enable()
-    return graph
-
-
-@dataclass(frozen=True, eq=False)
-class _Captured:
-    """The captured launches of a round, and the memory of its logits."""
-
-    graph: core._Graph
-    logits: torch.Tensor
+            raise RuntimeError("torch allocated memory within the capture")
+        return graph, made[-1]
 
 
 class Bucket:
@@ -88,35 +122,29 @@ class Bucket:
         rounds: number of rounds launched so far. For a loop under way, only rounds that the host knows of count.
         looping: True if a loop may be under way.
         overtaken: True if another pass of the target has run behind the last round and overwritten its logits.
-        cold: True if the last launch had to run or capture a variant that later launches only replay.
+        cold: the last round before which something ran for the first time or was captured; -1 before the first.
         waited: total seconds for which the host waited for rounds to end.
         graphs: captured rounds by variant.
-        runs: number of runs of each variant without a graph since scratch memory moved; a huge negative number if a
-            capture of the variant has failed.
-        doubts: number of captures of each variant during which somebody allocated memory.
     """
 
     def __init__(self, models: Models, batch: int) -> None:
-        self.batch, self.models, self._cuda = batch, models, models.dense.placement.device
+        self.batch, self.models = batch, models
         self.memory = BucketMemory(models, batch)
         self.given = Given(self.memory, models.roots)
         self.launches = Launches(models, self.memory, self.given)
         self.logits = self.memory.arrays["given"]  # a placeholder before the first launch
-        self.rounds, self.waited = 0, 0.0
-        self.looping = self.overtaken = self.cold = False
-        self.graphs: dict[Variant, _Captured] = {}
-        self.doubts: Counter[Variant] = Counter()
-        self.runs: Counter[Variant] = Counter()
-        self._captured_at = self.models.epoch
+        self.rounds, self.waited, self.cold = 0, 0.0, -1
+        self.looping = self.overtaken = False
+        self.graphs = Graphs(models)
 
     # -- launching ------------------------------------------------------------------------------------------------
 
-    def launch(self, variant: Variant, graphs: bool) -> int:
+    def launch(self, variant: Variant) -> int:
         """Upload the inputs in `given`, and run a round behind all work of the stream. Returns the round's number."""
         self.given.upload()
-        return self.again(variant, graphs)
+        return self.again(variant)
 
-    def again(self, variant: Variant, graphs: bool, rounds: int = 1) -> int:
+    def again(self, variant: Variant, rounds: int = 1) -> int:
         """Run a round that begins where the last round ends. A variant that loops runs up to ``rounds`` rounds.
 
         Returns:
@@ -124,60 +152,25 @@ class Bucket:
         """
         number = self.rounds
         self.rounds, self.looping, self.overtaken = number + 1, variant.loop, False
-        if self.models.epoch != self._captured_at:  # scratch memory that graphs were captured with has moved
-            self.graphs.clear()
-            self.runs.clear()
-            self._captured_at = self.models.epoch
-        kept = self.graphs.get(variant)
-        self.cold = graphs and kept is None
-        if kept is None and graphs and (variant.loop or self.runs[variant] >= _COLD):
-            kept = self._capture(variant)
-        if kept is not None:
-            if variant.loop:
-                self.memory.ring.clear_stop()  # an earlier request to stop is over, as its loop has ended
-                self.memory.arrays["control"][1:2].fill_(rounds)
-            kept.graph.launch(self.models.dense.stream)
-            self.logits = kept.logits
-        else:
-            # The first run loads kernels and grows memory. A capture could not do either.
-            self.looping = False
-            self.logits = self.launches.run(replace(variant, loop=False), 0)
-            self.runs[variant] += 1
+        if not self.graphs.settled(variant):
+            self.cold = number
+        if variant.loop:
+            self.memory.ring.clear_stop()  # an earlier request to stop is over, as its loop has ended
+            self.memory.arrays["control"][1:2].fill_(rounds)
+        self.logits = self.graphs.run(variant, partial(self.launches.run, variant), self.launches.kept)
         return number
 
     def loops(self, variant: Variant) -> bool:
-        """Return whether the device can repeat the variant in a loop.
+        """Return whether the device can repeat the variant in a loop, whose graph this captures if there is none.
 
-        It can if the variant has a graph over the present memory and no capture of its loop has failed.
+        It can if the variant has a graph, and ``graphs`` allows loops.
         """
+        if self.models.config.graphs != "loop" or variant not in self.graphs.made:
+            return False
         again = replace(variant, loop=True)
-        return variant in self.graphs and self.models.epoch == self._captured_at and self.runs[again] >= 0
-
-    def _capture(self, variant: Variant) -> _Captured | None:
-        """Capture a graph of the variant's launches without running them. Returns ``None`` if the capture fails."""
-        made: list[torch.Tensor] = []
-
-        def launches(handle: int) -> None:
-            made.append(self.launches.run(variant, handle))
-
-        try:
-            graph = record(self.models, self.launches.kept(), launches, variant.loop)
-        except AllocatedError as error:
-            # Another thread may have allocated; then a later capture works.
-            self.doubts[variant] += 1
-            if self.doubts[variant] >= _DOUBTS:
-                self._fail(variant, error)
-            return None
-        except (RuntimeError, core.GraphCaptureError) as error:
-            self._fail(variant, error)
-            return None
-        self.graphs[variant] = captured = _Captured(graph, made[-1])
-        return captured
-
-    def _fail(self, variant: Variant, error: Exception) -> None:
-        """Run a variant without a graph from now on."""
-        self.runs[variant] = -sys.maxsize  # never try again
-        warnings.warn(f"{variant} runs without a CUDA graph: {error}", RuntimeWarning, stacklevel=4)
+        if not self.graphs.settled(again):
+            self.cold = self.rounds
+        return self.graphs.capture(again, partial(self.launches.run, again), self.launches.kept, loop=True)
 
     # -- reading --------------------------------------------------------------------------------------------------
 

@@ -69,6 +69,13 @@ class HostVerified(_Pass):
     cold = False
     lost: Sequence[int] = ()
     origins: None = None
+    ahead = 0  # the host plans every round by the lengths that the last one gave
+
+    def of(self, batch: Batch, rows: Sequence[int]) -> HostVerified:
+        return self
+
+    def following(self) -> None:
+        return None
 
     def likeliest(self, requests: Sequence[int], count: int) -> list[tuple[list[int], list[list[int]]]]:
         return core.likeliest(self.trees, self.scores, requests, count)
@@ -132,7 +139,7 @@ class HostExecutor:
         geometry: core.Geometry,
         pool: core.Pool,
     ) -> None:
-        self.target, self.placement = target, target.ops.placement
+        self.target = target
         assert config.kv_dtype is not None
         capabilities, dtype = target.ops.attention.capabilities, getattr(torch, config.kv_dtype)
         self.planner = core.Planner(geometry, pool, format=capabilities.format, mask=capabilities.mask)
@@ -213,20 +220,11 @@ class HostExecutor:
     def waited(self) -> float:
         return 0.0
 
-    def following(self, verified: Verified) -> Verified | None:
-        return None
-
-    def ahead(self, verified: Verified) -> int:
-        return 0  # the host plans every round by the lengths that the last one gave
-
     def launch(self, verified: Verified, rounds: int) -> Verified | None:
         return None
 
     def request_stop(self) -> None:
         """Do nothing, because the host begins no round by itself."""
-
-    def collect(self, verified: Verified, batch: Batch, rows: Sequence[int]) -> Verified:
-        return verified
 
     def abandon(self, requests: Sequence[Request]) -> None:
         """Do nothing, because a failed round of the host has changed nothing."""

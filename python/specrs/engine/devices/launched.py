@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 import torch
 
 from specrs import _specrs as core
-from specrs.engine.devices.graphs import Bucket
+from specrs.engine.devices.graphs import MOST_AHEAD, Bucket
 from specrs.engine.devices.host import likeliest, non_finite
 from specrs.engine.devices.launches import Variant
 from specrs.engine.devices.memory import Arrays
@@ -99,9 +99,27 @@ class LaunchedRound:
             raise error
         return bucket
 
+    def of(self, batch: Batch, rows: Sequence[int]) -> LaunchedRound:
+        if len(rows) == len(self.seats):
+            return replace(self, batch=batch)
+        return replace(self, batch=batch, seats=[self.seats[row] for row in rows], host_drafted=None)
+
+    @property
+    def ahead(self) -> int:
+        bucket, variant = self.bucket, self.variant
+        if bucket.given.changing or variant.trees or bucket.models.config.graphs == "off":
+            return 0
+        if not variant.loop:
+            return MOST_AHEAD if bucket.loops(variant) else 1
+        return 0 if bucket.ended(self.number) else MOST_AHEAD
+
+    def following(self) -> LaunchedRound | None:
+        number = self.bucket.followed_by(self.number)
+        return None if number is None else replace(self, number=number)
+
     @property
     def cold(self) -> bool:
-        return self.bucket.cold
+        return self.bucket.cold >= self.number  # the round behind is launched before this one is collected
 
     @cached_property
     def starts(self) -> list[int]:

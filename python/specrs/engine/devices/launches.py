@@ -63,7 +63,6 @@ class Launches:
     """The launches of a bucket's rounds.
 
     Attributes:
-        features: the features of the target's pass, a row for each node; ``None`` without a head.
         root_logits: the head's logits with which the last round's drafts began, a row for each seat.
     """
 
@@ -75,7 +74,8 @@ class Launches:
         self._plan_arrays: dict[tuple[str, int], PlanArrays] = {}
         self._plans = {name: self._plan(name, 0) for name in ("draft", "decode")}
         self._extends = {trees: self._plan("extend", most) for trees, most in memory.paths.items()}
-        self._verifies = [self._plan("verify", most_nodes(self._shape, n)) for n in range(self._shape.steps + 1)]
+        levels = range(1, self._shape.steps + 1)
+        self._verifies = {n: self._plan("verify", most_nodes(self._shape, n)) for n in levels}
         # Verification of each kind counts in scratch memory of its own, because the layout depends on its sizes. A
         # launch leaves the memory ready for the next launch of the same kind.
         self._scratch = {
@@ -91,7 +91,6 @@ class Launches:
             for trees, most in memory.paths.items()
         }
         self._name_operands()
-        self.features: FeatureRows | None = None
         if models.activations is not None:
             self._name_drafts()
 
@@ -143,9 +142,8 @@ class Launches:
         """Group the arrays that one model passes to the other, and the arrays that the device drafts with."""
         act, b, shape, aux = self._m.activations, self.batch, self._shape, self._m.target.aux_layers
         assert act is not None
-        self.features = FeatureRows(aux, act.features[:, : b * shape.draft_tokens])
-        nodes = [b * most_nodes(shape, levels) for levels in range(shape.steps + 1)]
-        self._features = [FeatureRows(aux, act.features[:, :n]) for n in nodes]
+        nodes = {levels: b * most_nodes(shape, levels) for levels in range(1, shape.steps + 1)}
+        self._features = {levels: FeatureRows(aux, act.features[:, :n]) for levels, n in nodes.items()}
         self._path_features = act.path_features[:, : b * max(self._memory.paths.values())]
         self.root_logits, self._root_hidden = act.root_logits[:b], act.root_hidden[:b]
         self._step_hidden = act.step_hidden[: b * shape.topk]
@@ -336,12 +334,12 @@ class Launches:
     def _extend(self, variant: Variant) -> None:
         """Run the head over the accepted paths, up to the next roots."""
         m, out = self._m, self._memory.found
-        assert m.head is not None and m.roots is not None and m.draft_cache is not None and self.features is not None
+        assert m.head is not None and m.roots is not None and m.draft_cache is not None
         path = self._memory.paths[variant.trees]
         nodes, plan = self.batch * path, cast(Plan, self._extends[variant.trees])
         self._plan_step("extend", offsets=out["offsets"], nodes=path)
         path_features = self._path_features[:, :nodes]
-        for layer, features in zip(self.features.layers, path_features, strict=True):
+        for layer, features in zip(self._features[variant.levels].layers, path_features, strict=True):
             core._device_gather_rows(layer, out["rows"][:nodes], 0, None, features, m.dense.stream)
         logits, hidden = m.head.extend(
             out["tokens"][:nodes], path_features.unbind(0), plan, m.draft_cache, out["offsets"][1:], -1

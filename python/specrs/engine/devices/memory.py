@@ -111,15 +111,6 @@ class Models:
     stream: torch.cuda.Stream
     activations: Activations | None
 
-    @property
-    def epoch(self) -> int:
-        """The number of moves so far of the scratch memory that launches use.
-
-        This memory has the activations of both models and the workspaces of products and attention. All other memory
-        of a captured graph stays in place.
-        """
-        return self.dense.memory.moves + self.target.moves + (0 if self.head is None else self.head.moves)
-
 
 class Fields:
     """A layout of named arrays of int32 words, one behind another in a single array that is copied at once.
@@ -137,6 +128,16 @@ class Fields:
     def of(self, memory: torch.Tensor) -> Arrays:
         """Return the named arrays as views of ``memory``."""
         return {name: memory[first : first + n] for name, (first, n) in self.places.items()}
+
+
+def given_layout(batch: int) -> Fields:
+    """Return the layout of the inputs that the host uploads for each round that it launches."""
+    # Arrays of 8-byte values come first, so that they are aligned. From `rows` to `root_to` are the fields of a seat.
+    return Fields(
+        sampling=batch * 12, rows=batch, lens=batch, roots=batch, depths=batch, limits=batch, first_pages=batch,
+        caps=batch, nodes=batch, stop_counts=batch, done=batch, root_from=batch, root_to=batch,
+        stops=batch * STOPS, tree_offsets=batch + 1, edit_begins=batch, edit_counts=batch, live=1,
+    )  # fmt: skip
 
 
 class BucketMemory:
@@ -165,12 +166,7 @@ class BucketMemory:
         # Trees that the host makes may be deeper than trees that the device drafts.
         self.paths = {trees: longest_path(config, g, trees) for trees in (False, True)}
         path, v = max(self.paths.values()), g.shape.draft_tokens
-        # Arrays of 8-byte values come first, so that they are aligned.
-        self.given_layout = Fields(
-            sampling=batch * 12, root_from=batch, root_to=batch, rows=batch, lens=batch, roots=batch, depths=batch,
-            first_pages=batch, done=batch, limits=batch, caps=batch, stops=batch * STOPS, stop_counts=batch,
-            nodes=batch, tree_offsets=batch + 1, edit_begins=batch, edit_counts=batch, live=1,
-        )  # fmt: skip
+        self.given_layout = given_layout(batch)
         self.trees_layout = Fields(
             tree_offsets=batch + 1, tree_tokens=batch * v, tree_parents=batch * v, tree_scores=batch * v
         )

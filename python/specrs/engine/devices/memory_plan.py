@@ -7,7 +7,7 @@ passes. If the engine does not fit, the error says what would fit: fewer pages, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,7 +26,7 @@ _SHARE = 0.9  # the pool's share of the memory that the other lines leave, if no
 _ROUNDING = 2 << 20  # bytes that torch's allocator may add to a large tensor
 _SPACE = 512 << 20  # bytes of workspace that a product may ask for: `MAX_WORKSPACE` of src/device/cublaslt/bench.rs
 _PRODUCT_ROWS = 2048  # rows that one launch of a product takes
-_GROWTH = 1.5  # scratch memory grows in steps, up to this factor of its need
+_TILE_ROWS = (16, 32, 64, 128)  # heights of attention's tiles: `TILE_ROWS` of src/device/kernels/attention.rs
 _LAG = 64  # positions of each request whose features may wait for the head
 _BLOCKS = 32 * 33 // 2 * 32  # rows of all blocks of features: a block has 32 passes of one size, from 1 to 32 rows
 _CAPTURED = 1 << 20  # bytes that the graph of a round may take
@@ -34,21 +34,50 @@ _SCRATCH = 64 << 20  # bytes of kernels' scratch beside what is counted
 _CALIBRATED = 64  # rows of the largest pass that a cost model measures
 
 Shapes = dict[str, tuple[int, ...]]
+Attention = Callable[[int, int, int, int, int, int], int]
 Line = tuple[str, int]
 
 
-def attention_passes(config: EngineConfig, geometry: Geometry, drafts: bool) -> Iterator[tuple[int, int]]:
-    """Yield (requests, queries of each) of passes, of which at least one needs the largest workspace of attention.
+def attention_of(ordinal: int) -> Attention:
+    """Return a function that gives the bytes of attention's workspace on a GPU."""
 
-    The workspace grows with the queries only until their tiles fill the GPU, so chunks of many sizes are tried.
+    def workspace(requests: int, queries: int, kv_heads: int, group: int, head_dim: int, keys: int) -> int:
+        return core._device_attention_workspace(
+            ordinal, requests=requests, max_queries=queries, kv_heads=kv_heads, group=group, head_dim=head_dim,
+            max_keys=keys,
+        )  # fmt: skip
+
+    return workspace
+
+
+def attention_bytes(
+    config: EngineConfig,
+    geometry: Geometry,
+    layers: Iterable[LayerConfig],
+    drafts: bool,
+    workspace: Attention,
+) -> int:
+    """Return the largest workspace that attention needs in any pass of an engine.
+
+    Attention takes tiles of some heights over a request's queries times the query heads of a group. As long as the
+    height is the same, more queries need no less, so passes with the most queries of each height are tried. Fewer
+    requests may need more, because they leave room for more blocks.
+
+    Args:
+        drafts: True if the engine verifies trees.
+        workspace: returns the bytes of a pass, as `Engine.attention`.
     """
-    shape, b = geometry.shape, config.max_batch
-    for queries in {1, *range(16, config.prefill_chunk, 16), config.prefill_chunk}:
-        yield 1, queries
-    yield min(b, config.prefill_chunk), config.prefill_chunk
+    shape, keys = geometry.shape, geometry.row_pages * config.page_size
     path = max(config.head_shape.steps, config.deepest) + 1
-    for queries in (1, shape.draft_tokens, shape.topk, path) if drafts else (1,):
-        yield b, queries
+    trees = (shape.draft_tokens, shape.topk, path) if drafts else ()
+    most = max(config.prefill_chunk, entering(config)[1], *trees)
+    return max(
+        workspace(requests, queries, layer.num_kv_heads, group, layer.head_dim, keys)
+        for layer in layers
+        for group in (layer.num_heads // layer.num_kv_heads,)
+        for requests in range(1, config.max_batch + 1)
+        for queries in {min(max(rows // group, 1), most) for rows in _TILE_ROWS} | {most}
+    )
 
 
 @dataclass(frozen=True)
@@ -83,7 +112,7 @@ class Engine:
     config: EngineConfig
     geometry: Geometry
     place: Placement
-    attention: Callable[[int, int, int, int, int, int], int]
+    attention: Attention
 
     def at(self, max_batch: int, max_context_len: int) -> Engine:
         """Return the engine with other numbers of requests and tokens. Raises ConfigError if these are impossible."""
@@ -156,9 +185,10 @@ class Engine:
         most = max(max(layer.hidden_size, 2 * layer.intermediate_size) for layer, _ in self.layers)
         inner = max(max(layer.hidden_size, layer.intermediate_size) for layer, _ in self.layers)
         queries = max(layer.q_size for layer, _ in self.layers)
-        yield "scratch of products and rotations", int((most + inner + queries) * rows * half * _GROWTH)
-        yield "workspace of products, at most", int(_SPACE * _GROWTH)
-        yield "workspace of attention", max(self._attention())
+        yield "scratch of products and rotations", (most + inner + queries) * rows * half
+        yield "workspace of products, at most", _SPACE
+        layers = [layer for layer, _ in self.layers]
+        yield "workspace of attention", attention_bytes(c, g, layers, self.drafts, self.attention)
 
         logits = t.vocab_size * _up(max(nodes, _CALIBRATED), 16)
         if head is not None:
@@ -187,13 +217,6 @@ class Engine:
         yield "page tables, plans, trees and scratch", words * 4 + _SCRATCH
         yield "the page that padding writes to", self.page_bytes
         yield "rounding of torch's allocator", tensors * _ROUNDING
-
-    def _attention(self) -> Iterator[int]:
-        keys = self.geometry.row_pages * self.config.page_size
-        for layer, _ in self.layers:
-            group = layer.num_heads // layer.num_kv_heads
-            for requests, queries in attention_passes(self.config, self.geometry, self.drafts):
-                yield self.attention(requests, queries, layer.num_kv_heads, group, layer.head_dim, keys)
 
     def loading(self) -> list[Line]:
         """Return the most memory needed while weights are loaded and algorithms are compared. There is no pool yet."""

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import torch
 
-from specrs import _specrs as core
 from specrs import backends
 from specrs._specrs import ConfigError, DeviceMemoryError, Geometry, SpecrsError
 from specrs.engine.config import EngineConfig
-from specrs.engine.devices.memory_plan import Budget, Engine, Head, free_bytes, planned
+from specrs.engine.devices.memory_plan import Budget, Engine, Head, attention_of, free_bytes, planned
 from specrs.models import (
     Eagle3Head,
     LiveModel,
@@ -145,14 +144,7 @@ class Wanted:
             self._check_cap(config.backend)
             return Site(ops_for(config.backend), config, geometry, head is not None, f"cpu ({why})", None)
         ops, ordinal = cuda_ops(place, geometry.shape), place.device.index
-
-        def attention(requests: int, queries: int, kv_heads: int, group: int, head_dim: int, keys: int) -> int:
-            return core._device_attention_workspace(
-                ordinal, requests=requests, max_queries=queries, kv_heads=kv_heads, group=group, head_dim=head_dim,
-                max_keys=keys,
-            )  # fmt: skip
-
-        engine = Engine(self.sizes, head, config, geometry, place, attention)
+        engine = Engine(self.sizes, head, config, geometry, place, attention_of(ordinal))
         config, budget = planned(engine, self.config.num_pages, free_bytes(place.device))
         name = f"cuda:{ordinal} ({torch.cuda.get_device_name(ordinal)})"
         _LOG.info("%s, memory in bytes:\n%s", name, budget)

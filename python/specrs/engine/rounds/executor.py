@@ -24,7 +24,6 @@ from specrs.engine.drafting.trees import VerifiedTrees
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
 from specrs.engine.rounds.pages import Pages
-from specrs.models import Placement
 
 Deepen = Callable[[DraftBeams, Sequence[int], int], bool]
 """Called before each draft step with the beams so far, each request's deepest useful level, and the level that the step
@@ -58,6 +57,19 @@ class Verified(Pass, VerifiedTrees, Protocol):
     def lost(self) -> Sequence[int]:
         """Requests whose scores were not finite and whose error is unknown, because the device ran on and overwrote the
         scores. These requests stay as they were before the round, and run it again."""
+
+    def of(self, batch: Batch, rows: Sequence[int]) -> Verified:
+        """Return the results for ``rows`` of the round's batch. The requests of these rows are now ``batch``."""
+
+    # A device may run ahead of the host: the next round begins before anybody has read the results of the last one, if
+    # it needs nothing from the host.
+
+    @property
+    def ahead(self) -> int:
+        """How many rounds of the same requests can be launched behind this one, the last one launched."""
+
+    def following(self) -> Verified | None:
+        """Wait for this round, and return the round that the device has begun by itself behind it, if any."""
 
 
 class Drafted(Protocol):
@@ -126,10 +138,6 @@ class Executor(Protocol):
     """The target's passes, and the device and memory that these need."""
 
     @property
-    def placement(self) -> Placement:
-        """The device."""
-
-    @property
     def planner(self) -> Planner:
         """Plans passes, in the format that this device's attention reads."""
 
@@ -174,18 +182,11 @@ class Executor(Protocol):
     def commit(self, batch: Batch, lease: Lease, verified: Verified) -> None:
         """Move the KV of each accepted path to the end of its request's prefix. The lease can be committed after."""
 
-    # Rounds ahead of the host: an executor may launch the next round before anybody has read the results of the last
-    # one, if the next round needs nothing from the host.
+    # Rounds ahead of the host (`Verified.ahead`).
 
     @property
     def waited(self) -> float:
         """Total seconds for which the host did nothing but wait for rounds."""
-
-    def following(self, verified: Verified) -> Verified | None:
-        """Wait for this round, and return the round that the device has begun by itself behind it, if any."""
-
-    def ahead(self, verified: Verified) -> int:
-        """Return how many rounds of the same requests can be launched behind this round, the last one launched."""
 
     def launch(self, verified: Verified, rounds: int) -> Verified | None:
         """Launch up to ``rounds`` rounds behind this one. Their pages are leased.
@@ -196,9 +197,6 @@ class Executor(Protocol):
 
     def request_stop(self) -> None:
         """Tell the device to begin no further round by itself, because the host waits for what is in flight."""
-
-    def collect(self, verified: Verified, batch: Batch, rows: Sequence[int]) -> Verified:
-        """Return the results of a round for ``rows`` of its batch. The requests of these rows are now ``batch``."""
 
     def abandon(self, requests: Sequence[Request]) -> None:
         """Give up rounds in flight, and wait for them to end. The host's books undo their effect on the requests."""

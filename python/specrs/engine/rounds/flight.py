@@ -9,6 +9,7 @@ collected. Once a request has ended, the results of later rounds for it are drop
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specrs._specrs import ConfigError, Lease, PoolExhaustedError
@@ -17,6 +18,7 @@ from specrs.engine.drafting.plans import RoundPlan
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
 from specrs.engine.rounds.executor import Executor, Verified
+from specrs.engine.rounds.observer import RoundObserver
 
 
 @dataclass(eq=False)
@@ -30,9 +32,8 @@ class Flight:
         need: positions behind the committed ones that a round may write, per request.
         longest: positions that a round commits at most, per request.
         rounds: launched rounds that are not collected, the oldest first.
-        single: True if no round may be launched behind the first one.
+        observers: the observers that were told of the first round's pages, and are told of its results.
         closed: True if no further round may be launched.
-        collected: number of collected rounds.
         dropped: rows of the batch whose requests have ended or were lost; later results for them are dropped.
         ended: time when the last collected round ended, or the first one began.
         waited: `Executor.waited` when the present call began to collect.
@@ -44,9 +45,8 @@ class Flight:
     need: int
     longest: int
     rounds: deque[Verified]
-    single: bool = False
-    closed: bool = False
-    collected: int = 0
+    observers: Sequence[RoundObserver]
+    closed: bool
     dropped: set[int] = field(default_factory=set)
     ended: float = 0.0
     waited: float = 0.0
@@ -90,11 +90,11 @@ class Flight:
             stays: True if the next round is likely to have the same batch.
         """
         last = self.rounds[-1]
-        if self.take_following(executor):
+        if self.take_following():
             return
-        if not stays or self.single or self.closed or len(self.rounds) > 1:
+        if not stays or self.closed or len(self.rounds) > 1:
             return
-        most = executor.ahead(last)
+        most = last.ahead
         if most and not drafting.stays(self.plan, self.batch()[0]):
             return
         while most:
@@ -110,11 +110,11 @@ class Flight:
                 self.rounds.append(launched)
             return
 
-    def take_following(self, executor: Executor) -> bool:
+    def take_following(self) -> bool:
         """Note the round that the device has begun by itself behind the last one, if any."""
         if len(self.rounds) > 1:
             return False  # asking waits for the last round, and another one is to be collected now
-        following = executor.following(self.rounds[-1])
+        following = self.rounds[-1].following()
         if following is not None:
             self.rounds.append(following)
         return following is not None

@@ -68,7 +68,7 @@ class Runner:
         self.scored_rows = min(max(rows, _LEAST_SCORED), _MOST_SCORED)
         self._flight: Flight | None = None
         self._collected: list[Passed] = []  # results that no caller has received yet
-        self._single = False  # no round is launched behind the next one
+        self._alone = False  # no round is launched behind the next one
 
     def calibrate(self) -> None:
         """Measure the passes for the cost model, if one decides (some hundred milliseconds at worst)."""
@@ -242,7 +242,8 @@ class Runner:
         lease, need = self._round_lease(batch, plan)
         with _naming(batch.requests), self._rolled_back(batch, lease):
             self.drafting.start(plan)
-            for o in self.observers:
+            observers = list(self.observers)
+            for o in observers:
                 positions = [n + more for n, more in zip(batch.lens, need, strict=True)]
                 o.reserved(batch.requests, positions, speculative=plan.drafts)
             drafted: Drafted | None = plan.trees
@@ -253,10 +254,10 @@ class Runner:
             else:
                 plan.steps = drafted.steps
                 verified = self.executor.verify(batch, drafted)
-            single = self._single or bool(self.observers or plan.trees) or any(r.needs_sync for r in batch)
-            self._single = False
-            longest = self.config.deepest + 1 if plan.drafts else 1
-            self._flight = flight = Flight(plan, lease, batch.lens, max(need), longest, deque([verified]), single)
+            closed = self._alone or bool(observers or plan.trees) or any(r.needs_sync for r in batch)
+            self._alone = False
+            longest, rounds = self.config.deepest + 1 if plan.drafts else 1, deque([verified])
+            self._flight = flight = Flight(plan, lease, batch.lens, max(need), longest, rounds, observers, closed)
         return flight
 
     def _round_lease(self, batch: Batch, plan: RoundPlan) -> tuple[core.Lease, list[int]]:
@@ -290,31 +291,28 @@ class Runner:
     def _collect_all(self, flight: Flight) -> None:
         self.executor.request_stop()
         while flight.rounds:
-            flight.take_following(self.executor)
+            flight.take_following()
             self._collect(flight)
 
     def _collect(self, flight: Flight) -> None:
         """Commit the tokens that the oldest round accepted, and learn from the outcome of its drafts."""
-        verified = flight.rounds.popleft()
         batch, rows = flight.batch()
-        if flight.collected or len(rows) < len(flight.requests):
-            verified = self.executor.collect(verified, batch, rows)
+        verified = flight.rounds.popleft().of(batch, rows)
         if rows and verified.lost:
             batch, rows, verified = self._without_lost(flight, batch, rows, verified)
         if not rows:
             self._end_flight(flight)
             return
-        observers = self.observers if flight.single else []
-        passed = self._commit(flight, batch, rows, verified, observers)
-        for o in observers:
+        passed = self._commit(flight, batch, rows, verified)
+        for o in flight.observers:
             o.ended()
-        now, resumes = time.perf_counter(), flight.plan.resumes and flight.collected == 1
-        began, flight.ended = flight.ended, now
-        seconds = None if verified.cold or resumes else now - began
-        self.drafting.observe(RoundOutcome(flight.plan, rows, passed, verified, seconds))
+        plan, began, flight.ended = flight.plan, flight.ended, time.perf_counter()
+        resumed = plan.resumes and began == plan.began  # in the plan's first round
+        seconds = None if verified.cold or resumed else flight.ended - began
+        self.drafting.observe(RoundOutcome(plan, rows, passed, verified, seconds))
         if flight.rounds and not flight.closed:
             spare = self.executor.waited - flight.waited
-            if self.drafting.others_know_better(*flight.batch(), flight.plan, spare):
+            if self.drafting.others_know_better(*flight.batch(), plan, spare):
                 flight.closed = True  # the next round verifies the host's drafts, made from these tokens
                 self.executor.request_stop()
 
@@ -324,21 +322,14 @@ class Runner:
         """Return a round's results without requests whose scores are lost. These requests run the round again."""
         lost = set(verified.lost)
         flight.dropped |= {rows[i] for i in lost}
-        self._single = True  # keeps the scores of the repeated round readable
+        self._alone = True  # keeps the scores of the repeated round readable
         for i in lost:
             batch.requests[i].head.root = None  # the head has run on
         kept = [i for i in range(len(batch)) if i not in lost]
         batch, rows = Batch([batch.requests[i] for i in kept]), [rows[i] for i in kept]
-        return batch, rows, self.executor.collect(verified, batch, kept) if rows else verified
+        return batch, rows, verified.of(batch, kept) if rows else verified
 
-    def _commit(
-        self,
-        flight: Flight,
-        batch: Batch,
-        rows: Sequence[int],
-        verified: Verified,
-        observers: Sequence[RoundObserver],
-    ) -> list[Passed]:
+    def _commit(self, flight: Flight, batch: Batch, rows: Sequence[int], verified: Verified) -> list[Passed]:
         """Give each request the tokens that a round accepted. No request changes before all results are read."""
         accepts, lease, lens = verified.accepts, flight.lease, list(flight.lens)
         paths, drawn, errors = accepts.paths, accepts.tokens, accepts.errors
@@ -350,7 +341,7 @@ class Runner:
                 # The next round draws the token behind these again, as if the path had ended here.
                 paths[i], drawn[i], errors[i], cuts[i] = paths[i][:stand], drawn[i][:stand], None, True
         logprobs = [self._logprobs(r, i, verified, paths[i], drawn[i]) for i, r in enumerate(batch)]
-        for o in observers:
+        for o in flight.observers:
             o.verified(verified.trees, accepts)
         self.executor.commit(batch, lease, verified)
         # A request that keeps fewer tokens than its path has ended, and gives its pages back. So count whole paths.
@@ -361,7 +352,7 @@ class Runner:
         else:
             lease.commit(lens)
             self._flight = None
-        flight.lens, flight.collected = lens, flight.collected + 1
+        flight.lens = lens
         # No request has changed up to here. From here to the head's features, nothing is called that can fail.
         for error, sound in verified.faults:
             flight.closed = True  # a new round has to begin without drafts of this request
@@ -381,7 +372,7 @@ class Runner:
             for r, cut in zip(batch, cuts, strict=True):
                 if cut:
                     r.head.root = None  # the head may have run beyond what stands
-        for o in observers:
+        for o in flight.observers:
             o.committed(kept)
         if self.head is not None and not flight.rounds:
             head = flight.plan.head or [False] * len(flight.requests)

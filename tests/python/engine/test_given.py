@@ -1,0 +1,86 @@
+"""What the host gives a GPU: inputs of rounds, and passes of the head, on a machine without one."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from specrs.engine.devices import given as inputs
+from specrs.engine.devices.cuda import CudaDrafts, in_passes
+from specrs.engine.devices.given import Given, Seat
+from specrs.engine.devices.host import Entries
+from specrs.engine.devices.memory import STOPS, Fields, given_layout
+
+
+def given_of(batch: int, monkeypatch: pytest.MonkeyPatch) -> Given:
+    """Inputs in memory that is not pinned."""
+    plain = SimpleNamespace(zeros=lambda *size, pin_memory, **options: torch.zeros(*size, **options), int32=torch.int32)
+    monkeypatch.setattr(inputs, "torch", plain)
+    memory: Any = SimpleNamespace(given_layout=given_layout(batch), trees_layout=Fields(tree_offsets=1), batch=batch)
+    return Given(memory, SimpleNamespace(nothing=9))  # type: ignore[arg-type]
+
+
+def test_each_field_of_a_seat_is_where_kernels_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = given_of(4, monkeypatch)
+    seat = partial(Seat, length=70, limit=90)
+    for _ in range(2):  # what the first launch left does not show in the next one
+        given.set_requests([seat(row, root=row + 5, depth=3) for row in (3, 2, 1, 0)], 12, 3)
+        given.set_requests(
+            [Seat(7, 70, 11, 2, 90, 4, [8, 9]), Seat(5, 71, 12, 0, 91, 0, list(range(STOPS + 3)))], 12, 3
+        )
+    assert given.live == 2
+    found = {name: array.tolist() for name, array in given.arrays.items()}
+    assert {name: found[name] for name in ("rows", "lens", "roots", "depths", "limits", "first_pages")} == {
+        "rows": [7, 5, -1, -1], "lens": [70, 71, 0, 0], "roots": [11, 12, 0, 0], "depths": [2, 0, 0, 0],
+        "limits": [90, 91, 0, 0], "first_pages": [4, 0, 0, 0],
+    }  # fmt: skip
+    assert {name: found[name] for name in ("caps", "nodes", "stop_counts", "done", "root_from", "root_to")} == {
+        "caps": [3, 0, 0, 0], "nodes": [12, 12, 0, 0], "stop_counts": [2, STOPS, 0, 0], "done": [0] * 4,
+        "root_from": [7, 9, 9, 9], "root_to": [7, -1, -1, -1],
+    }  # fmt: skip
+    assert found["stops"][:2] == [8, 9] and found["stops"][STOPS : 2 * STOPS] == list(range(STOPS))
+    assert found["tree_offsets"] == [0, 1, 2, 2, 2] and found["live"] == [2]
+
+
+def test_a_launch_of_empty_seats_has_dead_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = given_of(2, monkeypatch)
+    given.set_requests([Seat(1, 5, 5, 1, 9), Seat(0, 5, 5, 1, 9)], 4, 1)
+    given.set_requests([])
+    found = {name: array.tolist() for name, array in given.arrays.items()}
+    assert found["rows"] == found["root_to"] == [-1, -1] and found["root_from"] == [9, 9]
+    assert found["live"] == [0] and found["tree_offsets"] == [0] * 3 and found["depths"] == [0, 0]
+
+
+@pytest.mark.parametrize("most", [1, 3, 7, 100])
+def test_entries_that_wait_after_an_error_are_written_in_passes_that_fit(most: int) -> None:
+    one, two, three = object(), object(), object()
+    each: list[Any] = [Entries(one, 5, 9), Entries(two, 0, 4), Entries(three, 2, 0)]  # type: ignore[arg-type]
+    passes = list(in_passes(each, most))
+    assert all(0 < sum(e.count for e in some) <= most for some in passes)
+    assert all(sum(e.count for e in some) == most for some in passes[:-1])
+    written = [(e.request, p) for some in passes for e in some for p in range(e.start, e.start + e.count)]
+    assert written == [(one, p) for p in range(5, 14)] + [(two, p) for p in range(4)]
+    assert not list(in_passes([], most))
+
+
+def test_positions_that_nobody_kept_features_of_are_made_again_in_passes_that_fit() -> None:
+    """A request that has not drafted for long may end on a page that a later request goes on from."""
+    drafts = CudaDrafts.__new__(CudaDrafts)
+    head = SimpleNamespace(end=16, features=None)
+    request: Any = SimpleNamespace(head=head, lag=300)
+    ran: list[tuple[int, int]] = []
+
+    def enter(enters: Any, entries: Any, recalls: bool) -> None:
+        assert recalls and len(entries) == 1 and entries[0].count <= enters.rows
+        ran.append((entries[0].start, entries[0].count))
+
+    drafts.entering, drafts._most_rows = [SimpleNamespace(rows=47, batch=1)], 512  # type: ignore[list-item]
+    drafts._enter = enter  # type: ignore[method-assign]
+    assert drafts.write([request]) == [None]
+    assert ran[0] == (16, 47) and sum(n for _, n in ran) == 300
+    assert all(first + n == second for (first, n), (second, _) in pairwise(ran))
