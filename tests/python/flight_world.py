@@ -527,7 +527,7 @@ class DeviceDrafts(HostDrafts):
                     torch.tensor(r.tokens[start : r.committed]), plan, features, torch.tensor([], dtype=torch.int64)
                 )
                 assert torch.equal(before.view(torch.uint8), device.cache.tensor.view(torch.uint8))
-                r.head.features = KeptFeatures(start, [Features(features, range(r.lag))])
+                r.head.features = KeptFeatures.of_pass(start, Features(features, range(r.lag)))
                 device.told.recalled += r.lag
 
     def draft(self, batch: Batch, depths: Sequence[int], deepen: Any) -> Any:

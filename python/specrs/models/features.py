@@ -112,21 +112,23 @@ class Features:
 
 @dataclass(slots=True)
 class KeptFeatures:
-    """Features of a sequence's positions from ``start`` on, in pieces of one pass each."""
+    """Features of a sequence's positions from ``start`` to ``end``, in pieces of one pass each."""
 
     start: int
+    end: int
     pieces: list[Features] = field(default_factory=list)
 
-    @property
-    def end(self) -> int:
-        """The position behind the last one."""
-        return self.start + sum(map(len, self.pieces))
+    @classmethod
+    def of_pass(cls, start: int, features: Features) -> KeptFeatures:
+        """Return the features of one pass, of the positions from ``start`` on."""
+        return cls(start, start + len(features), [features])
 
     def add(self, start: int, features: Features) -> None:
         """Keep features of the positions from ``start`` on, which must follow those that are kept."""
         if start != self.end:
             raise ValueError(f"features of positions from {start} on: {self.start} to {self.end} are kept")
         self.pieces.append(features)
+        self.end += len(features)
 
     def drop(self, position: int) -> None:
         """Let go of the features of positions before this one."""

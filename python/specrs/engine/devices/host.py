@@ -277,11 +277,13 @@ class HostDrafts:
                 continue
             r.head.root = None
             start, kept = r.committed - len(some), cast("KeptFeatures | None", r.head.features)
-            if kept is None and start == r.head.end:
-                kept = r.head.features = KeptFeatures(start)
-            if kept is not None:  # else features of positions before are not kept, and the target has to make all again
+            if kept is not None:
                 kept.add(start, passed.features(i, some))
                 kept.drop(r.head.end)
+            elif (
+                start == r.head.end
+            ):  # else those of positions before are not kept, and the target has to make all again
+                r.head.features = KeptFeatures.of_pass(start, passed.features(i, some))
 
     def write(self, requests: Sequence[Request]) -> Sequence[core.NonFiniteError | None]:
         entries = [Entries(r, r.head.end, r.lag) for r in requests]
