@@ -280,9 +280,7 @@ class HostDrafts:
             if kept is not None:
                 kept.add(start, passed.features(i, some))
                 kept.drop(r.head.end)
-            elif (
-                start == r.head.end
-            ):  # else those of positions before are not kept, and the target has to make all again
+            elif start == r.head.end:  # else others are missing before these, which are of no use then
                 r.head.features = KeptFeatures.of_pass(start, passed.features(i, some))
 
     def write(self, requests: Sequence[Request]) -> Sequence[core.NonFiniteError | None]:
