@@ -12,7 +12,7 @@ count for less. Beside that, the same requests are counted instead of timed (`ga
 not change, and the gate's arithmetic is simulated over a grid of costs and acceptance.
 
     python benches/bench_gate.py [--lengths 64,128,256,512] [--temperatures 0,1] [--timed 64,256] [--repeats 5]
-        [--fresh 1] [--name gate] [--parts counted,simulated,timed]
+        [--fresh 1] [--name gate] [--parts counted,tails,simulated,timed] [--cores 1]
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def main() -> None:
     parser.add_argument(
         "--parts", default="counted,tails,simulated,timed", help="what to run; the others' figures stay"
     )
+    parser.add_argument("--cores", type=int, default=1, help="of the counted part")
     parser.add_argument("--timed", help="lengths to time (default: all)")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -96,7 +97,7 @@ def main() -> None:
     result: dict[str, Any] = {"goal": 12, "threads": 1}
     result |= {part: before[part] for part in ("counted", "tails", "simulated", "timed") if part in before}
     if "counted" in parts:
-        result["counted"] = {"commit": commit(), **counted(lengths, temperatures)}
+        result["counted"] = {"commit": commit(), **counted(lengths, temperatures, args.cores)}
         print(f"worst: counted {result['counted']['worst']}")
     if "tails" in parts:
         result["tails"] = {"commit": commit(), **tails()}

@@ -7,18 +7,23 @@ out is what Python spends beside the passes of a request that does not draft, ab
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import statistics
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 import specrs.engine.drafting.gathering as gathering_module
 import specrs.engine.drafting.plans as plans_module
 import specrs.engine.rounds.runner as runner_module
 from gate_texts import CODE, KINDS
 from specrs import LLM, SamplingParams
+from specrs import _specrs as core
 from specrs.engine.drafting.costs import Costs, Overheads, PassCost
 from specrs.engine.drafting.plans import RoundOutcome
 from specrs.engine.drafting.sources import DraftSession
@@ -305,21 +310,49 @@ def tails(kinds: Sequence[str] = ("c", "python", "json", "sql", "mixed", "cjk"))
     return rows
 
 
-def counted(lengths: list[int], temperatures: list[float], turns: int = 128) -> dict[str, Any]:
+def counted(lengths: list[int], temperatures: list[float], cores: int = 1, turns: int = 128) -> dict[str, Any]:
     """Return ratios of plain decoding's price to that of the default, for each kind of text, temperature and length.
 
     Beside whole requests: second turns of a chat (``turns`` tokens each) with the prefix cache, which an engine has by
-    default; requests that end long before their limit; and batches of `BATCH`.
+    default; requests that end long before their limit; and batches of `BATCH`. Prices do not depend on the machine, so
+    that parts may run on several cores.
     """
-    fresh = Fresh()
-    rows = first_requests(fresh, [n for n in lengths if n < 512], temperatures)
-    rows |= orders(fresh, lengths, temperatures)
-    rows |= mixed(fresh)
-    _chats(rows, temperatures, turns)
-    _short(rows, temperatures)
-    _batches(rows, temperatures, turns)
+    parts: list[tuple[str, tuple[Any, ...]]] = []
+    for t in temperatures:
+        parts += [("first", (n, t)) for n in lengths if n < 512]
+        parts += [("orders", (n, t)) for n in lengths]
+        parts += [("chats", (turns, t)), ("short", (t,)), ("batches", (turns, t))]
+    parts.append(("mixed", ()))
+    rows: dict[str, Any] = {}
+    if cores == 1:
+        for one in parts:
+            rows |= _part(one)
+    else:
+        with ProcessPoolExecutor(cores, mp_context=multiprocessing.get_context("spawn")) as pool:
+            longest = sorted(parts, key=lambda one: -max([0, *one[1]]))
+            found = {one: pool.submit(_part, one) for one in longest}
+            for one in parts:
+                rows |= found[one].result()
     worst = min(rows, key=lambda name: rows[name]["ratio"])
     return {"table_ms": TABLE, "worst": {"row": worst, "ratio": rows[worst]["ratio"]}, "rows": rows}
+
+
+def _part(part: tuple[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Return the rows of a part of `counted`, by its name and arguments."""
+    torch.set_num_threads(1)
+    core.set_num_threads(1)
+    name, args = part
+    rows: dict[str, Any] = {}
+    if name in ("first", "orders"):
+        length, temperature = args
+        return (first_requests if name == "first" else orders)(Fresh(), [length], [temperature])
+    if name == "mixed":
+        return mixed(Fresh())
+    if name == "short":
+        _short(rows, args)
+    else:
+        (_chats if name == "chats" else _batches)(rows, args[1:], args[0])
+    return rows
 
 
 def _chats(rows: dict[str, Any], temperatures: Sequence[float], length: int) -> None:
