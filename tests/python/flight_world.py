@@ -23,7 +23,7 @@ from reference_unite import Scored, unite
 from specrs import LLM
 from specrs import _specrs as core
 from specrs.engine import llm as engine
-from specrs.engine.devices.host import HostDrafts, HostExecutor, Root, begun, likeliest
+from specrs.engine.devices.host import Entries, HostDrafts, HostExecutor, Root, begun, likeliest
 from specrs.engine.drafting.chooser import Kind, TreePolicy
 from specrs.engine.drafting.costs import PassCost
 from specrs.engine.drafting.levels import most_nodes, united_levels
@@ -503,6 +503,9 @@ class DeviceDrafts(HostDrafts):
                 if (root := passed.root(i)) is not None:
                     r.head.reached(r.committed, root)
 
+    def can_extend(self, request: Request) -> bool:
+        return True
+
     def write(self, requests: Sequence[Request]) -> Any:
         self._device.might("write")
         self._recall(requests)
@@ -517,7 +520,7 @@ class DeviceDrafts(HostDrafts):
         """Run the target again over positions whose features nobody kept. A GPU writes no KV in this pass; here the
         pass shows that its KV has the bits that are there."""
         for r in requests:
-            if r.head.features is None:
+            if r.lag and not Entries(r, r.head.end, r.lag).kept:
                 device, start, memory = self._device, r.head.end, self._device.target.features
                 assert memory is not None
                 features = memory.rows(r.lag)

@@ -123,6 +123,10 @@ class KeptFeatures:
         """Return the features of one pass, of the positions from ``start`` on."""
         return cls(start, start + len(features), [features])
 
+    def covers(self, start: int, end: int) -> bool:
+        """Return whether the features of all positions from ``start`` to ``end`` are kept."""
+        return self.start <= start and end <= self.end
+
     def add(self, start: int, features: Features) -> None:
         """Keep features of the positions from ``start`` on, which must follow those that are kept."""
         if start != self.end:
@@ -141,7 +145,7 @@ class KeptFeatures:
 
     def of(self, start: int, end: int) -> list[Features]:
         """Return the pieces of positions from ``start`` to ``end``, all of which must have been kept."""
-        if not self.start <= start <= end <= self.end:
+        if not self.covers(start, end):
             raise ValueError(f"features of positions {start} to {end}: {self.start} to {self.end} are kept")
         found, at = list[Features](), self.start
         for piece in self.pieces:

@@ -115,6 +115,10 @@ class DeviceDrafts:
         self.log.append("keep")
         self.host.keep(batch, passed._of if isinstance(passed, Late) else passed, rows)
 
+    def can_extend(self, request: Any) -> bool:
+        able: bool = self.host.can_extend(request)
+        return able
+
     def write(self, requests: Any) -> list[None]:
         self.log.append("write")
         return [None for _ in self.host.write(requests)]

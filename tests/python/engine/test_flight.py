@@ -10,6 +10,8 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +25,7 @@ from specrs import LLM, SamplingParams
 from specrs import _specrs as core
 from specrs.engine import RequestOutput, StreamEvent
 from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
+from specrs.engine.rounds.head import Head
 
 VOCAB, CONTEXT, EOS, BAD = 12, 96, 2, 7
 SIZES: dict[str, Any] = {
@@ -564,4 +567,37 @@ def test_requests_draft_on_after_a_flight_was_given_up(
     wanted = world.plain.generate([[3, 4, 5], [3, 4, 6]], SamplingParams(max_tokens=60, ignore_eos=True))
     assert [outputs[i].token_ids for i in ids] == [w.token_ids for w in wanted]
     assert device.recalled > 0
+    idle(llm)
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("call", [1, 3, 6], ids=["first chunk", "last chunk", "round"])
+@pytest.mark.parametrize("flies", [False, True])
+def test_an_interrupt_before_features_are_kept_costs_drafts_alone(
+    world: World, flies: bool, call: int, adaptive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The positions are committed by then. A head that needs their features gives up the request, or they are made again."""
+    options: dict[str, Any] = {"page_size": 4, "prefill_chunk": 16, "max_context_len": CONTEXT}
+    options |= {} if adaptive else {"tree": (2, 2, 4)}
+    make = partial(flying, monkeypatch=monkeypatch, told=Told()) if flies else LLM
+    llm, keep, calls = make(world.target, world.draft, **options), Head.keep, count(1)
+
+    def interrupted(*args: Any) -> None:
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        keep(*args)
+
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    monkeypatch.setattr(Head, "keep", interrupted)
+    llm.add([1, 2, 3, 4, 5] * 8, params)
+    outputs, interrupts = list[RequestOutput](), 0
+    for _ in range(80):
+        if not llm.unfinished:
+            break
+        try:
+            outputs += [event.output for event in llm.step() if event.output is not None]
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts == 1
+    assert outputs[0].token_ids == world.plain.generate([[1, 2, 3, 4, 5] * 8], params)[0].token_ids
     idle(llm)

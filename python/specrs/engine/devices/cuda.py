@@ -411,6 +411,9 @@ class CudaDrafts(HostDrafts):
                 if (root := passed.root(i)) is not None:
                     r.head.reached(r.committed, root)
 
+    def can_extend(self, request: Request) -> bool:
+        return True  # the target makes features that are missing
+
     def write(self, requests: Sequence[Request]) -> Sequence[core.NonFiniteError | None]:
         self._write([Entries(r, r.head.end, r.lag) for r in requests])
         return [None] * len(requests)
@@ -422,7 +425,7 @@ class CudaDrafts(HostDrafts):
         counts = [min(r.lag, most) for r in requests]
         entries = [Entries(r, r.committed - n, n) for r, n in zip(requests, counts, strict=True)]
         for recalls in (False, True):
-            some = [e for e in entries if (e.request.head.features is None) == recalls]
+            some = [e for e in entries if e.kept != recalls]
             while some:
                 enters = next((each for each in self.entering if each.batch >= len(some)), self.entering[-1])
                 self._enter(enters, some[: enters.batch], recalls)
@@ -432,10 +435,10 @@ class CudaDrafts(HostDrafts):
     def _write(self, entries: Sequence[Entries]) -> None:
         """Write draft KV whose roots nobody wants, by kept features, or by features that the target makes again."""
         for e in entries:
-            if e.request.head.features is None:  # rare: a head that reads all of a request is far behind
+            if not e.kept:  # rare: a head that reads all of a request is far behind
                 for some in in_passes([e], self.entering[0].rows):
                     self._enter(self.entering[0], some, recalls=True)
-        for some in in_passes([e for e in entries if e.request.head.features is not None], self._most_rows):
+        for some in in_passes([e for e in entries if e.kept], self._most_rows):
             tokens, features, plan = self._inputs(some)
             at, (tokens,) = DevicePlan.of(cast(CudaDense, self.head.dense), plan, self.cache.page_size, tokens)
             self.head.write(tokens, features, cast(core.Plan, at), self.cache)

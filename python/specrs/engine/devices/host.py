@@ -114,6 +114,12 @@ class Entries:
         """The tokens at these positions, and the token behind."""
         return self.request.tokens[self.start : self.start + self.count + 1]
 
+    @property
+    def kept(self) -> bool:
+        """True if the features of all these positions are kept."""
+        features = cast("KeptFeatures | None", self.request.head.features)
+        return features is not None and features.covers(self.start, self.start + self.count)
+
     def features(self) -> list[Features]:
         """The kept features of these positions."""
         return cast(KeptFeatures, self.request.head.features).of(self.start, self.start + self.count)
@@ -277,11 +283,15 @@ class HostDrafts:
                 continue
             r.head.root = None
             start, kept = r.committed - len(some), cast("KeptFeatures | None", r.head.features)
-            if kept is not None:
+            if kept is not None and kept.end == start:
                 kept.add(start, passed.features(i, some))
                 kept.drop(r.head.end)
-            elif start == r.head.end:  # else others are missing before these, which are of no use then
-                r.head.features = KeptFeatures.of_pass(start, passed.features(i, some))
+            else:  # if others are missing before these, these are of no use
+                new = KeptFeatures.of_pass(start, passed.features(i, some))
+                r.head.features = new if start == r.head.end else None
+
+    def can_extend(self, request: Request) -> bool:
+        return Entries(request, request.head.end, request.lag).kept
 
     def write(self, requests: Sequence[Request]) -> Sequence[core.NonFiniteError | None]:
         entries = [Entries(r, r.head.end, r.lag) for r in requests]

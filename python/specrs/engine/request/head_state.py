@@ -17,8 +17,8 @@ class HeadState:
         end: end of the draft KV in use.
         root: the head's result for the request's last token; ``None`` if there is none. Only the executor knows its
             form.
-        features: the target's features of the positions from ``end`` on, as far as the executor keeps them. Only the
-            executor knows their form.
+        features: the target's features of positions that the head has not run over, as far as the executor keeps them.
+            Only the executor knows their form.
         shared: positions of draft KV that the prefix cache had at the request's admission.
     """
 

@@ -107,6 +107,12 @@ class DraftExecutor(Protocol):
             rows: rows of the pass, per request: one for each of these positions, in order.
         """
 
+    def can_extend(self, request: Request) -> bool:
+        """Return whether the head can run over all committed positions of a request that it is behind.
+
+        It cannot if features are missing: an interrupt came after the positions were committed, and before `keep`.
+        """
+
     def write(self, requests: Sequence[Request]) -> Sequence[NonFiniteError | None]:
         """Write draft KV from `HeadState.end` to the last committed position.
 

@@ -86,7 +86,10 @@ class Head:
                 r.head.reached(r.committed, root)
 
     def _behind(self, reqs: Sequence[Request]) -> list[Request]:
-        """Return the requests that the head has to run over, and tell the observers."""
+        """Return the requests that the head has to run over, and tell the observers. Give up those that it cannot."""
+        for r in reqs:
+            if r.lag and not self._executor.can_extend(r):
+                r.give_up_drafts(r.head.end)
         behind = [r for r in reqs if r.lag]
         for o in self._observers if behind else ():
             o.extended([r.seq for r in behind], [r.head.end for r in behind], [r.lag for r in behind])
