@@ -576,7 +576,7 @@ def test_requests_draft_on_after_a_flight_was_given_up(
 def test_an_interrupt_before_features_are_kept_costs_drafts_alone(
     world: World, flies: bool, call: int, adaptive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The positions are committed by then. A head that needs their features gives up the request, or they are made again."""
+    """The positions are committed by then. A head that needs their features gives the request up, or has them made."""
     options: dict[str, Any] = {"page_size": 4, "prefill_chunk": 16, "max_context_len": CONTEXT}
     options |= {} if adaptive else {"tree": (2, 2, 4)}
     make = partial(flying, monkeypatch=monkeypatch, told=Told()) if flies else LLM
