@@ -168,7 +168,7 @@ def begin(
         ends: see `Simulated`; by default at its limit.
         prompt: tokens of its prompt.
     """
-    account = p.account(1.0, prompt, batch, tokens)
+    account = p.account(1.0, tokens)
     follows = p.follows(account, batch, tokens, prompt)
     if follows:
         account.engine.pay(p.entering(prompt, batch) / batch)

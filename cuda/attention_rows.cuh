@@ -62,7 +62,8 @@ __device__ __forceinline__ Request request_at(const AttentionParams &p, int32_t 
     const int32_t end = __ldg(starts + i + 1);
     r.len = __ldg(reinterpret_cast<const int32_t *>(p.lens) + i);
     r.row = p.rows != 0 ? __ldg(reinterpret_cast<const int32_t *>(p.rows) + i) : i;
-    r.page = p.first_pages != 0 ? __ldg(reinterpret_cast<const int32_t *>(p.first_pages) + i) : 0;
+    // Behind the context wall a draft step has no prefix, and its queries attend to nothing.
+    r.page = p.first_pages != 0 && r.len != 0 ? __ldg(reinterpret_cast<const int32_t *>(p.first_pages) + i) : 0;
     r.queries = 0;
     r.refused = false;
     if (r.first == end) {

@@ -110,7 +110,7 @@ class Run:
     """The device's state of a flight.
 
     Attributes:
-        levels: levels of drafts, for all of its rounds.
+        levels: levels of drafts.
         follow: true if features are kept.
         needs_sync: true if the host has to read its first round before anything is launched behind it.
         given: trees of the host, which its only round unites with its drafts.
@@ -245,6 +245,7 @@ class Told:
     ahead: int = 0  # of these, before the one before was collected
     lost: int = 0  # times that scores could not be looked at any more
     abandoned: int = 0
+    changed: int = 0  # times that levels changed within a flight
     recalled: int = 0  # positions whose features were made again
     unsound: int = 0  # seats whose root gave no drafts
     united: int = 0  # rounds of the host's trees and the head's drafts
@@ -285,7 +286,7 @@ class Device(HostExecutor):
         return self._slots[number % SLOTS]
 
     def holds(self, number: int) -> bool:
-        """Return whether the features of a round are still there."""
+        """Return whether what a round left in device memory is still there."""
         return number == self._next - 1
 
     def holds_logits(self, number: int) -> bool:
@@ -335,13 +336,17 @@ class Device(HostExecutor):
     def waited(self) -> float:
         return 0.0
 
-    def launch(self, verified: Any, rounds: int) -> Any:
+    def launch(self, verified: Any, rounds: int, levels: int) -> Any:
         assert isinstance(verified, Round) and rounds >= 1
         assert self._handed == self._next, "a loop is under way"
         self.might("launch")
         if self.told.refuses():
             return None
         run, number, loop = verified.run, self._next, self.told.level == "loop"
+        if levels != run.levels:
+            assert run.levels, "the head has not run over what plain rounds accepted"
+            self._running = run = replace(run, levels=levels, follow=levels > 0)
+            self.told.changed += 1
         for left in range(rounds if loop else 1, 0, -1):  # the device goes on by itself, before the host knows anything
             found = self.slot(self._round(run))
             self.told.ahead += 1
@@ -402,7 +407,8 @@ class Device(HostExecutor):
                 seat.done, seat.depth = True, 0  # from now on it repeats its root
             else:
                 seat.length, seat.root = end, found[-1]
-                seat.depth = max(min(run.levels if seat.drafts else 0, seat.limit - end - 1), 0)
+                steps = self.planner.geometry.shape.steps
+                seat.depth = max(min(steps if seat.drafts else 0, seat.limit - end - 1), 0)
         ended = any(seat.done for seat in seats) or bool(unsound)
         number, self._next, self._overtaken = self._next, self._next + 1, False
         self._slots[number % SLOTS] = Found(
@@ -428,7 +434,7 @@ class Device(HostExecutor):
             inputs = hidden if shape.topk == 1 else hidden.index_select(0, from_dlpack(beams.parents).to(torch.int64))
             logits, hidden = drafts._step(from_dlpack(beams.tokens), inputs, plan)
             beams.advance(logits)
-        able = [0 if i in unsound else depth for i, depth in enumerate(depths)]
+        able = [0 if i in unsound else min(depth, run.levels) for i, depth in enumerate(depths)]
         return beams.finish([seat.root for seat in run.seats], able, [shape.draft_tokens] * len(lens)), unsound
 
     def _united(self, run: Run, trees: core.TreeBatch) -> tuple[core.TreeBatch, list[list[int]]]:

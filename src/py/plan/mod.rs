@@ -91,7 +91,8 @@ impl Plan {
 
     /// Returns the same plan, except that live request i attends only its positions from `starts[i]` on: for a draft
     /// model that began in the midst of a request and never wrote the KV before. Each start is a multiple of the page
-    /// size and at most the request's prefix. Positions do not change. The plan must be of format `"native"`.
+    /// size and at most the request's prefix. A request whose prefix is 0 begins there whatever its start is: all of its
+    /// queries are behind the context wall. Positions do not change. The plan must be of format `"native"`.
     #[pyo3(signature = (starts))]
     fn attending_from(&self, starts: Vec<Int>) -> PyResult<Self> {
         let (plan, page) = (self.native("attending_from")?, self.plan.page().get());
@@ -102,13 +103,15 @@ impl Plan {
             return Err(Error::Mismatch { operand: "starts", got, want }.into());
         }
         for (&start, &prefix) in starts.iter().zip(plan.prefix_lens()) {
-            if start % page != 0 || i64::from(start) > i64::from(prefix) {
+            if start % page != 0 || (prefix > 0 && i64::from(start) > i64::from(prefix)) {
                 let why = format!("must be a multiple of the page size {page}, at most the prefix {prefix}");
                 return Err(Error::Invalid { what: "starts", got: start.to_string(), why }.into());
             }
         }
         let mut first_pages = vec![0; plan.batch()];
-        first_pages.iter_mut().zip(&starts).for_each(|(first, start)| *first = start / page);
+        for ((first, &start), &prefix) in first_pages.iter_mut().zip(&starts).zip(plan.prefix_lens()) {
+            *first = if prefix > 0 { start / page } else { 0 };
+        }
         Ok(Self {
             plan: self.plan.clone(),
             pool: self.pool.clone(),

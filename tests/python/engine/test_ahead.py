@@ -211,7 +211,7 @@ def crowd(size: int, chances: Sequence[float], clock: list[float]) -> list[float
             r.head.followed = speculation.follows(r)
             live.append(r)
         plan = speculation.plan(Side(live))  # type: ignore[arg-type]
-        drafting, levels, sizes = plan.head or [False] * len(live), 0, list[int]()
+        drafting, levels, sizes, entering = plan.head or [False] * len(live), 0, list[int](), 0
         if plan.head is not None:
             speculation.start(plan)
             levels = plan.levels
@@ -233,7 +233,7 @@ def crowd(size: int, chances: Sequence[float], clock: list[float]) -> list[float
         if levels:
             trees = TreeBatch.from_parents([[-1, *range(n - 1)] for n in sizes], [[0] * n for n in sizes])
             plan.steps = levels - 1
-        speculation.ended(plan, passed, seconds, trees)
+        speculation.ended(plan, passed, seconds, trees, cold=entering > 0)
         for r in [r for r in live if r.remaining <= 0]:
             speculation.forget(r)
             live.remove(r)
@@ -251,6 +251,34 @@ def test_batches_gain_where_the_head_wins_and_lose_little_where_it_does_not(size
     assert crowd(size, [0.1] * 120, clock)[1] > 0.93
     if size < 16:  # if one of many can try alone, it finds out for all that other texts have come
         assert crowd(size, [*[0.1] * 160, *[0.8] * 320], clock)[2] > 1.2
+
+
+def test_a_round_behind_gets_other_levels_or_none() -> None:
+    """Before the outcome is known: who cannot pay gets one level more, then none; more levels as soon as they pay."""
+    speculation, r = tree(), request(0)
+    plan, account, side = planned(speculation, r), speculation.account(r), Side([r])
+    deep = plan.levels
+    assert deep > 1 and speculation.behind(plan, side) is plan  # type: ignore[arg-type]
+    account.request.left = 0.1
+    shallow: Any = speculation.behind(plan, side)  # type: ignore[arg-type]
+    assert (shallow.head, shallow.levels, shallow.steps) == ([True], 1, 0)
+    none: Any = speculation.behind(shallow, side)  # type: ignore[arg-type]
+    assert (none.head, none.levels, none.steps, none.drafts) == (None, 0, 0, False)
+    account.request.left = account.engine.left = 9.0
+    again: Any = speculation.behind(shallow, side)  # type: ignore[arg-type]
+    assert again.levels > 1 and again.steps == again.levels - 1
+    assert speculation.behind(none, side) is None  # type: ignore[arg-type]  # the head has to catch up
+
+
+def test_a_round_behind_waits_where_some_of_a_batch_cannot_pay() -> None:
+    speculation, side = tree(), Side([request(0), request(1)])
+    plan = speculation.plan(side)  # type: ignore[arg-type]
+    assert plan.head == [True, True]
+    speculation.start(plan)
+    speculation.account(side[0]).request.left = 0.0
+    shallow: Any = speculation.behind(plan, side)  # type: ignore[arg-type]
+    assert (shallow.head, shallow.levels) == ([True, True], 1)
+    assert speculation.behind(shallow, side) is None  # type: ignore[arg-type]
 
 
 def test_rounds_of_the_hosts_trees_are_no_others() -> None:

@@ -90,7 +90,7 @@ class Device:
     def waited(self) -> float:
         return 0.0
 
-    def launch(self, verified: Any, rounds: int) -> None:
+    def launch(self, verified: Any, rounds: int, levels: int) -> None:
         raise AssertionError("nothing can be launched ahead")
 
     def request_stop(self) -> None:

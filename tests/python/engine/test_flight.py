@@ -527,6 +527,26 @@ def test_a_cost_model_decides_flights(world: World, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_levels_change_within_a_flight(world: World, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up and down, and to rounds without drafts, behind which the head has to catch up."""
+    device, rng = Told(level=level), random.Random(7)
+    llm = flying(world.target, world.draft, monkeypatch, device, max_batch=4, max_context_len=CONTEXT, page_size=4)
+    drafting: Any = llm._runner.drafting
+    policy, inf = drafting.policy, math.inf
+    policy.tail = 5
+    monkeypatch.setattr(drafting, "_best", lambda *_: (rng.choice([1, 2, 5]), 1.0, 1.0))
+    monkeypatch.setattr(policy, "follows", lambda *_: True)
+    monkeypatch.setattr(policy, "wait", lambda *_: rng.choice([0.0, 1.0, 6.0]))
+    monkeypatch.setattr(policy, "lacking", lambda rooms: [0.0 if room > -inf else inf for room in rooms])
+    monkeypatch.setattr(policy, "least_loss", lambda *_: rng.choice([-inf, -inf, -inf, inf]))
+    for _ in range(4):
+        job = work(rng, 8, penalties=0.0)
+        check(world, job, run(llm, job))
+        idle(llm)
+    assert device.changed > 10, device
+
+
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("page", [1, 4])
 def test_requests_that_stop_drafting_fly_on_and_come_back(
     world: World, page: int, level: Level, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from specrs import _specrs as core
 from specrs.engine.devices import given as inputs
 from specrs.engine.devices.cuda import CudaDrafts, in_passes
 from specrs.engine.devices.given import Given, Seat
@@ -22,17 +23,15 @@ def given_of(batch: int, monkeypatch: pytest.MonkeyPatch) -> Given:
     plain = SimpleNamespace(zeros=lambda *size, pin_memory, **options: torch.zeros(*size, **options), int32=torch.int32)
     monkeypatch.setattr(inputs, "torch", plain)
     memory: Any = SimpleNamespace(given_layout=given_layout(batch), trees_layout=Fields(tree_offsets=1), batch=batch)
-    return Given(memory, SimpleNamespace(nothing=9))  # type: ignore[arg-type]
+    return Given(memory, SimpleNamespace(nothing=9), core.TreeShape(2, 3, 11))  # type: ignore[arg-type]
 
 
 def test_each_field_of_a_seat_is_where_kernels_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     given = given_of(4, monkeypatch)
     seat = partial(Seat, length=70, limit=90)
     for _ in range(2):  # what the first launch left does not show in the next one
-        given.set_requests([seat(row, root=row + 5, depth=3) for row in (3, 2, 1, 0)], 12, 3)
-        given.set_requests(
-            [Seat(7, 70, 11, 2, 90, 4, [8, 9]), Seat(5, 71, 12, 0, 91, 0, list(range(STOPS + 3)))], 12, 3
-        )
+        given.set_requests([seat(row, root=row + 5, depth=3) for row in (3, 2, 1, 0)], 12)
+        given.set_requests([Seat(7, 70, 11, 2, 90, 4, [8, 9]), Seat(5, 71, 12, 0, 91, 0, list(range(STOPS + 3)))], 12)
     assert given.live == 2
     found = {name: array.tolist() for name, array in given.arrays.items()}
     assert {name: found[name] for name in ("rows", "lens", "roots", "depths", "limits", "first_pages")} == {
@@ -49,8 +48,8 @@ def test_each_field_of_a_seat_is_where_kernels_read_it(monkeypatch: pytest.Monke
 
 def test_a_launch_of_empty_seats_has_dead_values(monkeypatch: pytest.MonkeyPatch) -> None:
     given = given_of(2, monkeypatch)
-    given.set_requests([Seat(1, 5, 5, 1, 9), Seat(0, 5, 5, 1, 9)], 4, 1)
-    given.set_requests([])
+    given.set_requests([Seat(1, 5, 5, 1, 9), Seat(0, 5, 5, 1, 9)], 4)
+    given.set_requests([], 1)
     found = {name: array.tolist() for name, array in given.arrays.items()}
     assert found["rows"] == found["root_to"] == [-1, -1] and found["root_from"] == [9, 9]
     assert found["live"] == [0] and found["tree_offsets"] == [0] * 3 and found["depths"] == [0, 0]

@@ -134,9 +134,9 @@ def recorded(
 
         return passed
 
-    def launched(before: LaunchedRound, rounds: int) -> Any:
+    def launched(before: LaunchedRound, rounds: int, levels: int) -> Any:
         """Of a round behind one that is not collected, before the next one overwrites its logits: 1, also in a loop."""
-        done = launch(before, 1)
+        done = launch(before, 1, levels)
         if done is not None:
             ahead.append(done)
             found, tree = done.bucket.collect(done.number), done.variant.levels > 0

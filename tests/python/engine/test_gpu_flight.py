@@ -91,8 +91,8 @@ class Flights:
         launch, verify, decode = executor.launch, executor.verify, executor.decode
         following = LaunchedRound.following
 
-        def launched(verified: Any, rounds: int) -> Any:
-            done = launch(verified, rounds)
+        def launched(verified: Any, rounds: int, levels: int) -> Any:
+            done = launch(verified, rounds, levels)
             if done is not None:
                 self.ahead += 1
                 self.loops += done.variant.loop

@@ -56,7 +56,7 @@ class Run:
         monkeypatch.setattr(policy, "follows", lambda *_: True)
         monkeypatch.setattr(policy, "wait", lambda *_: rng.choice([0.0, 0.0, 1.0, 4.0, 9.0]))
         monkeypatch.setattr(policy, "lacking", lambda rooms: [0.0 if room > -math.inf else math.inf for room in rooms])
-        monkeypatch.setattr(drafting, "stays", lambda *_: rng.random() < 0.7)
+        monkeypatch.setattr(drafting, "behind", lambda plan, _: plan if rng.random() < 0.7 else None)
         from_dlpack(drafts.cache.tensor).fill_(math.nan)
 
         def observed(outcome: RoundOutcome) -> None:

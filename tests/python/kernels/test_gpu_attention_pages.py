@@ -108,6 +108,17 @@ def test_values_are_those_of_the_attended_keys() -> None:
         assert (out[j].double() - want).abs().max() <= 2 * (plain - want).abs().max() + 1e-5
 
 
+def test_a_request_without_a_prefix_begins_at_its_first_page() -> None:
+    """A draft step behind the context wall states no prefix, and its first page is that of the steps before."""
+    shape, rng = SHAPES[0], random.Random(7)
+    cache = Cache(shape, 40, rng)
+    requests = [Request(cache.store(tokens(shape, 5, i)), 0, tokens(shape, 5, 9 + i).q, None, 0) for i in range(2)]
+    want = attended(cache, requests)
+    launch = Launch(cache, [requests[0], replace(requests[1], first=2)]).prepare()
+    got = launch.live(launch.run())
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
 @pytest.mark.parametrize("bad", [3, -1, 2**31 - 1, -(2**31)])
 def test_a_first_page_outside_the_keys_is_skipped_and_recorded(bad: int) -> None:
     shape, rng = SHAPES[0], random.Random(6)

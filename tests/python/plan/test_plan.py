@@ -185,6 +185,7 @@ def test_a_plan_may_attend_from_a_later_page() -> None:
         for starts in ([], [0, 0]):
             with pytest.raises(core.ConfigError, match="1, one a live request"):
                 plan.attending_from(starts)
+        assert planner.extend([seq], [0], [2]).attending_from([12]).first_pages == [0]  # as behind the context wall
         other = core.Planner(planner.geometry, pool, format="flashinfer").extend([seq], [9], [2])
         with pytest.raises(core.ConfigError, match="format"):
             other.attending_from([8])

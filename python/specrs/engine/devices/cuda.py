@@ -32,7 +32,7 @@ from specrs.engine.devices.launches import Variant
 from specrs.engine.devices.memory import Activations, Models, Roots, buckets, entering, longest_path
 from specrs.engine.devices.memory_plan import attention_bytes, attention_of
 from specrs.engine.drafting.chooser import TAIL, Kind, TreePolicy
-from specrs.engine.drafting.costs import Costs, Overheads, Pace, PassCost
+from specrs.engine.drafting.costs import Costs, Pace, PassCost
 from specrs.engine.drafting.levels import drafted_levels, levels_for, most_nodes, tiers, united_levels
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
@@ -48,10 +48,6 @@ from specrs.models.ops import KvMemory
 
 _RUNS = 5  # measured runs of a round
 _PROMPT = 64  # tokens of the prompt that warms the passes up
-# Guesses, in seconds, of the host's time in a round, used before any round has run. `_HOST` is its part of a plain
-# round, which is the lower bound for small models. `_HOSTED` is the time for which the device waits for the host in a
-# round with the host's trees.
-_HOST, _HOSTED = 4e-4, 2e-4
 
 
 class CudaExecutor(HostExecutor):
@@ -142,7 +138,6 @@ class CudaExecutor(HostExecutor):
             PassCost([1, 2 * self._sizes[-1]], [extend, extend], pace),
             PassCost([1], [self._entering(pages, recalls=False)], pace),
             PassCost([1], [self._entering(pages, recalls=True)], pace),
-            _overheads(plain),
         )
         return self._expecting(costs, shape)
 
@@ -158,9 +153,7 @@ class CudaExecutor(HostExecutor):
         target = {b * most_nodes(shape, n): self._seconds(b, n) for b in sizes for n in (0, *deep)}
         self._warm(sorted({levels_for(shape, n) for n in tiers(shape.draft_tokens)}), pages)
         rows, nothing = sorted(target), PassCost([1], [0.0], pace)
-        costs = Costs(
-            PassCost(rows, [target[n] for n in rows], pace), nothing, nothing, nothing, nothing, _overheads(target[1])
-        )
+        costs = Costs(PassCost(rows, [target[n] for n in rows], pace), nothing, nothing, nothing, nothing)
         return self._expecting(costs, shape)
 
     @contextmanager
@@ -199,7 +192,7 @@ class CudaExecutor(HostExecutor):
         """
         bucket, nodes = self._of(size), most_nodes(self.planner.geometry.shape, levels)
         seats = [Seat(seq.row, prompt, 0, levels, prompt + self._measured_len) for seq in seqs]
-        bucket.given.set_requests(seats, nodes, levels)
+        bucket.given.set_requests(seats, nodes)
         heads = self.drafts is not None
         variant = Variant(size, levels, heads and levels > 0, None, trees=levels > 0 and not heads)
         ahead = self._graphs and not variant.trees
@@ -231,7 +224,7 @@ class CudaExecutor(HostExecutor):
         heads = self.drafts is not None
         for size in self._sizes if self._graphs else ():
             bucket = self._of(size)
-            bucket.given.set_requests([])
+            bucket.given.set_requests([], 1)
             for edits in (None, bucket.given.least_room()):
                 plain = Variant(size, 0, False, edits)
                 drafting = [Variant(size, n, heads, edits, trees=not heads) for n in levels]
@@ -318,7 +311,8 @@ class CudaExecutor(HostExecutor):
             trees, drafts = asked.trees, levels
             levels = united_levels(shape, levels, max(trees.sizes))
         bucket = self._running = self._of(next(b for b in self._sizes if b >= len(batch)))
-        given, nodes = bucket.given, most_nodes(shape, levels)
+        # Rounds behind this one may draft deeper. They make no more nodes than their levels have.
+        given, nodes = bucket.given, shape.draft_tokens if trees is None else most_nodes(shape, levels)
         page = self.planner.geometry.page_size
         # A request ends one position early, because nobody needs the KV of its last token.
         seats = [
@@ -326,7 +320,7 @@ class CudaExecutor(HostExecutor):
                  r.ending.eos_ids | r.ending.stop_ids)
             for r, n, depth in zip(batch, batch.lens, asked.depths, strict=True)
         ]  # fmt: skip
-        given.set_requests(seats, nodes, levels)
+        given.set_requests(seats, nodes)
         moving = any(r.draws.grammar is not None for r in batch)
         edits = given.set_samplers([r.sampler for r in batch], moving)
         self._table.upload(self._dense.stream)
@@ -340,14 +334,15 @@ class CudaExecutor(HostExecutor):
     def waited(self) -> float:
         return sum(bucket.waited for bucket in self._buckets.values())
 
-    def launch(self, verified: Verified, rounds: int) -> Verified | None:
+    def launch(self, verified: Verified, rounds: int, levels: int) -> Verified | None:
         assert isinstance(verified, LaunchedRound)
         remaps = verified.variant.levels > 0 and self.planner.geometry.page_size == 1
         rows = [q.row for q in verified.batch.seqs] if remaps else []
         if self._table.upload(self._dense.stream, rows)[3]:
             return None  # the upload would store whole rows, which rounds in flight change
-        bucket, variant = verified.bucket, verified.variant
-        variant = replace(variant, loop=bucket.loops(replace(variant, loop=False)))
+        bucket, variant = verified.bucket, replace(verified.variant, loop=False)
+        variant = replace(variant, levels=levels, follow=levels > 0)
+        variant = replace(variant, loop=bucket.loops(variant))
         number = bucket.again(variant, rounds)
         return LaunchedRound(verified.batch, bucket, number, variant, verified.seats)
 
@@ -489,9 +484,3 @@ def in_passes(entries: Sequence[Entries], most: int) -> Iterator[list[Entries]]:
                 some, room = [], most
     if some:
         yield some
-
-
-def _overheads(plain: float) -> Overheads:
-    """Return the time that rounds take beyond their passes, if a plain pass takes ``plain`` seconds."""
-    host = max(_HOST - plain, 0.0)
-    return Overheads([host, 0.0, _HOSTED])

@@ -55,8 +55,8 @@ class Given:
         changing: True if the samplers may change from round to round, so that the host has to set them each time.
     """
 
-    def __init__(self, memory: BucketMemory, roots: Roots | None) -> None:
-        self._memory, self._nothing = memory, 0 if roots is None else roots.nothing
+    def __init__(self, memory: BucketMemory, roots: Roots | None, shape: core.TreeShape) -> None:
+        self._memory, self._nothing, self._steps = memory, 0 if roots is None else roots.nothing, shape.steps
         self._host = torch.zeros(memory.given_layout.words, dtype=torch.int32, pin_memory=True)
         self.arrays: Arrays = memory.given_layout.of(self._host)
         self._numbers = {name: array.numpy() for name, array in self.arrays.items()}
@@ -70,19 +70,20 @@ class Given:
         self._drawn_by: tuple[list[core.Sampler], int | None] = [], None  # the samplers that still hold, and their room
         self.live, self.changing = 0, False
 
-    def set_requests(self, seats: Sequence[Seat], nodes: int = 1, levels: int = 0) -> None:
+    def set_requests(self, seats: Sequence[Seat], nodes: int) -> None:
         """Set the requests of the next launch.
+
+        In rounds behind it, a request that drafts does so as deep as the rounds' variants have levels.
 
         Args:
             nodes: the most nodes of a tree.
-            levels: the depth to which drafting requests draft in rounds behind this one.
         """
         self.live = live = len(seats)
         nothing, numbers, stops = self._nothing, [], []
         for row, length, root, depth, limit, page, ends in seats:
             few = list(ends)[:STOPS]  # the host checks the others
             stops += few + [0] * (STOPS - len(few))
-            cap, at, to = (levels, row, row) if depth > 0 else (0, nothing, -1)
+            cap, at, to = (self._steps, row, row) if depth > 0 else (0, nothing, -1)
             numbers.append((row, length, root, depth, limit, page, cap, nodes, len(few), 0, at, to))
         # The fields of `given_layout` from `rows` on; those of an empty seat are dead values.
         self._seats[:, :live] = np.array(numbers, np.int32).reshape(live, len(self._seats)).T

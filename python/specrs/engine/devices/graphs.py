@@ -130,7 +130,7 @@ class Bucket:
     def __init__(self, models: Models, batch: int) -> None:
         self.batch, self.models = batch, models
         self.memory = BucketMemory(models, batch)
-        self.given = Given(self.memory, models.roots)
+        self.given = Given(self.memory, models.roots, models.geometry.shape)
         self.launches = Launches(models, self.memory, self.given)
         self.logits = self.memory.arrays["given"]  # a placeholder before the first launch
         self.rounds, self.waited, self.cold = 0, 0.0, -1

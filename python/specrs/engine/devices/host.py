@@ -226,7 +226,7 @@ class HostExecutor:
     def waited(self) -> float:
         return 0.0
 
-    def launch(self, verified: Verified, rounds: int) -> Verified | None:
+    def launch(self, verified: Verified, rounds: int, levels: int) -> Verified | None:
         return None
 
     def request_stop(self) -> None:

@@ -90,7 +90,7 @@ class Overheads:
         self._mean[kind] += max(1 / (self._seen[kind] + 1), _MEAN) * (seconds - self._mean[kind])
 
 
-def _host_overheads() -> Overheads:
+def _before_any_round() -> Overheads:
     return Overheads([1e-4, 3e-4, 3e-4])
 
 
@@ -112,7 +112,7 @@ class Costs:
     draft_extend: PassCost
     enter: PassCost
     resume: PassCost
-    overhead: Overheads = field(default_factory=_host_overheads)
+    overhead: Overheads = field(default_factory=_before_any_round)
 
     def plain(self, batch: int) -> float:
         """Return the seconds of a round of plain decoding."""

@@ -69,8 +69,7 @@ class Drafting:
         account = self._accounts.get(request.request_id)
         if account is None:
             assert self.policy is not None
-            prompt = request.prefill_target - request.committed
-            account = self.policy.account(request.params.temperature, prompt, self._batch, request.remaining)
+            account = self.policy.account(request.params.temperature, request.remaining)
             self._accounts[request.request_id] = account
         return account
 
@@ -185,8 +184,8 @@ class Drafting:
         """Pay for the features that the head has to run over before the round."""
         size = len(plan.batch)
         for r in plan.drafting:
-            plan.resumes |= r.lag > 0 or r.drafting_rounds == 0
             if r.lag:
+                plan.resumes = True
                 self.account(r).pay(policy.resuming(self._lag(r), size), size)
 
     def _limit(self, batch: Batch, head: Sequence[bool], policy: TreePolicy) -> float:
@@ -251,24 +250,33 @@ class Drafting:
 
     # -- rounds ahead of the host -------------------------------------------------------------------------------
 
-    def stays(self, plan: RoundPlan, batch: Batch) -> bool:
-        """Return whether the next round would get the same plan, decided before the present round's outcome is
-        known."""
+    def behind(self, plan: RoundPlan, batch: Batch) -> RoundPlan | None:
+        """Return the plan of the round behind one with this plan, decided before that one's outcome is known.
+
+        It is the same plan, perhaps with other levels of the head's drafts. ``None`` if another plan is wanted, which
+        has to wait for the outcome.
+        """
         head = plan.head or [False] * len(plan.batch)
         idle = [r for r, drafts in zip(plan.batch, head, strict=True) if not drafts and r.finish_reason is None]
         size, policy = len(batch), self.policy
         if self._has_head and self._awake(idle) and (policy is None or self._any_pays(idle, size, policy)):
-            return False  # a request that does not draft may do so in the next round
+            return None  # a request that does not draft may do so in the next round
         if plan.head is None or policy is None:
-            return True
+            return plan
         drew = [r for r, drafts in zip(batch, plan.head, strict=True) if drafts]
-        least = policy.least_loss(size, max(len(drew), 1))
+        least, poor = policy.least_loss(size, max(len(drew), 1)), 0
         for r in drew:
             account = self.account(r)
             account.earn(r.produced, size)
-            if account.room(size) < least:
-                return False
-        return self._best(batch, plan.head, policy)[0] == plan.levels
+            poor += account.room(size) < least
+        if poor:
+            # The round in flight may win, so that one more level is worth more than the time for which the device would
+            # wait for its outcome.
+            if plan.levels > 1:
+                return plan.with_levels(1)
+            return plan.with_levels(0) if poor == len(drew) else None
+        levels = self._best(batch, plan.head, policy)[0]
+        return plan if levels == plan.levels else plan.with_levels(levels)
 
     def others_know_better(self, batch: Batch, rows: Sequence[int], plan: RoundPlan, spare: float) -> bool:
         """Return whether to launch no more rounds behind those in flight, because other sources' drafts are better.

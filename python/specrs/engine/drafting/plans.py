@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specrs.engine.drafting.gathering import HostTrees, Proposals
 from specrs.engine.drafting.trees import VerifiedTrees
@@ -16,7 +16,7 @@ from specrs.engine.request.request import Passed, Request
 
 @dataclass(eq=False)
 class RoundPlan:
-    """The plan of a round's drafts. Rounds that a device launches one after another share a plan.
+    """The plan of a round's drafts. Rounds that a device launches one after another may share a plan.
 
     Attributes:
         batch: the requests of the round.
@@ -28,8 +28,7 @@ class RoundPlan:
         trees: trees that the host made, so that the next round has to wait for this round's tokens; ``None`` without
             any.
         united: True if the device unites each of ``trees`` with the head's tree.
-        resumes: True if the first round takes longer than others like it: the head catches up before it, or a device
-            still runs over a prompt.
+        resumes: True if the first round takes longer than others like it, because the head catches up before it.
         began: time when the round began, on the performance counter.
     """
 
@@ -57,6 +56,11 @@ class RoundPlan:
         """The requests that the head drafts for."""
         return [] if self.head is None else [r for r, drafts in zip(self.batch, self.head, strict=True) if drafts]
 
+    def with_levels(self, levels: int) -> RoundPlan:
+        """Return the plan of a round like this one with other levels of the head's drafts; 0 for no drafts."""
+        head = self.head if levels else None
+        return replace(self, head=head, levels=levels, steps=max(levels - 1, 0), resumes=False)
+
     def positions(self, of_head: int) -> list[int]:
         """Return how many positions behind the committed ones the round writes for each request.
 
@@ -78,7 +82,7 @@ class RoundOutcome:
         passed: the results of each of these requests.
         verified: the trees of these requests, and the accepted paths.
         seconds: seconds that the round took; ``None`` if other rounds of its kind take less: it made a graph or memory,
-            or the head caught up in it.
+            the head caught up in it, or a device waited for its plan.
     """
 
     plan: RoundPlan

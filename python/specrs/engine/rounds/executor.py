@@ -194,8 +194,12 @@ class Executor(Protocol):
     def waited(self) -> float:
         """Total seconds for which the host did nothing but wait for rounds."""
 
-    def launch(self, verified: Verified, rounds: int) -> Verified | None:
+    def launch(self, verified: Verified, rounds: int, levels: int) -> Verified | None:
         """Launch up to ``rounds`` rounds behind this one. Their pages are leased.
+
+        Args:
+            levels: levels of the head's drafts; 0 without drafts. This round may have other levels, but not 0 if those
+                behind it draft.
 
         Returns:
             The first of the new rounds; ``None`` if it cannot be launched now.

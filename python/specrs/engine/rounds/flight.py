@@ -26,12 +26,12 @@ class Flight:
     """Rounds of a batch that are in flight.
 
     Attributes:
-        plan: the plan of every round of the flight.
+        plan: the plan of the last launched round.
         lease: the pages of every round.
         lens: positions of each sequence that the lease has committed.
         need: positions behind the committed ones that a round may write, per request.
         longest: positions that a round commits at most, per request.
-        rounds: launched rounds that are not collected, the oldest first.
+        rounds: launched rounds that are not collected, the oldest first, each with its plan.
         observers: the observers that were told of the first round's pages, and are told of its results.
         closed: True if no further round may be launched.
         dropped: rows of the batch whose requests have ended or were lost; later results for them are dropped.
@@ -44,7 +44,7 @@ class Flight:
     lens: list[int]
     need: int
     longest: int
-    rounds: deque[Verified]
+    rounds: deque[tuple[RoundPlan, Verified]]
     observers: Sequence[RoundObserver]
     closed: bool
     dropped: set[int] = field(default_factory=set)
@@ -89,15 +89,14 @@ class Flight:
         Args:
             stays: True if the next round is likely to have the same batch.
         """
-        last = self.rounds[-1]
+        _, last = self.rounds[-1]
         if self.take_following():
             return
         if not stays or self.closed or len(self.rounds) > 1:
             return
-        most = last.ahead
-        if most and not drafting.stays(self.plan, self.batch()[0]):
-            return
-        while most:
+        plan = drafting.behind(self.plan, self.batch()[0])
+        most = 0 if plan is None else last.ahead
+        while plan is not None and most:
             try:
                 self.lease.renew(self.reach(most))
             except (PoolExhaustedError, ConfigError):  # too few pages, or the row too short
@@ -105,16 +104,18 @@ class Flight:
                 continue
             if len(copies := self.lease.copies):
                 executor.copy(copies)
-            launched = executor.launch(last, most)
+            launched = executor.launch(last, most, 0 if plan.head is None else plan.steps + 1)
             if launched is not None:
-                self.rounds.append(launched)
+                self.plan = plan
+                self.rounds.append((plan, launched))
             return
 
     def take_following(self) -> bool:
         """Note the round that the device has begun by itself behind the last one, if any."""
         if len(self.rounds) > 1:
             return False  # asking waits for the last round, and another one is to be collected now
-        following = self.rounds[-1].following()
+        plan, last = self.rounds[-1]
+        following = last.following()
         if following is not None:
-            self.rounds.append(following)
+            self.rounds.append((plan, following))
         return following is not None

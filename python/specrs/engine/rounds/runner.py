@@ -256,7 +256,7 @@ class Runner:
                 verified = self.executor.verify(batch, drafted)
             closed = self._alone or bool(observers or plan.trees) or any(r.needs_sync for r in batch)
             self._alone = False
-            longest, rounds = self.config.deepest + 1 if plan.drafts else 1, deque([verified])
+            longest, rounds = self.config.deepest + 1 if plan.drafts else 1, deque([(plan, verified)])
             self._flight = flight = Flight(plan, lease, batch.lens, max(need), longest, rounds, observers, closed)
         return flight
 
@@ -297,22 +297,24 @@ class Runner:
     def _collect(self, flight: Flight) -> None:
         """Commit the tokens that the oldest round accepted, and learn from the outcome of its drafts."""
         batch, rows = flight.batch()
-        verified = flight.rounds.popleft().of(batch, rows)
+        plan, verified = flight.rounds.popleft()
+        verified = verified.of(batch, rows)
         if rows and verified.lost:
             batch, rows, verified = self._without_lost(flight, batch, rows, verified)
         if not rows:
             self._end_flight(flight)
             return
-        passed = self._commit(flight, batch, rows, verified)
+        passed = self._commit(flight, plan, batch, rows, verified)
         for o in flight.observers:
             o.ended()
-        plan, began, flight.ended = flight.plan, flight.ended, time.perf_counter()
-        resumed = plan.resumes and began == plan.began  # in the plan's first round
-        seconds = None if verified.cold or resumed else flight.ended - began
+        began, flight.ended = flight.ended, time.perf_counter()
+        # The first round of a flight takes longer than those behind it, if the device has waited for it to be planned.
+        first = began == plan.began and (plan.resumes or (self.executor.launched and not flight.closed))
+        seconds = None if verified.cold or first else flight.ended - began
         self.drafting.observe(RoundOutcome(plan, rows, passed, verified, seconds))
         if flight.rounds and not flight.closed:
             spare = self.executor.waited - flight.waited
-            if self.drafting.others_know_better(*flight.batch(), plan, spare):
+            if self.drafting.others_know_better(*flight.batch(), flight.plan, spare):
                 flight.closed = True  # the next round verifies the host's drafts, made from these tokens
                 self.executor.request_stop()
 
@@ -329,11 +331,13 @@ class Runner:
         batch, rows = Batch([batch.requests[i] for i in kept]), [rows[i] for i in kept]
         return batch, rows, verified.of(batch, kept) if rows else verified
 
-    def _commit(self, flight: Flight, batch: Batch, rows: Sequence[int], verified: Verified) -> list[Passed]:
+    def _commit(
+        self, flight: Flight, plan: RoundPlan, batch: Batch, rows: Sequence[int], verified: Verified
+    ) -> list[Passed]:
         """Give each request the tokens that a round accepted. No request changes before all results are read."""
         accepts, lease, lens = verified.accepts, flight.lease, list(flight.lens)
         paths, drawn, errors = accepts.paths, accepts.tokens, accepts.errors
-        trees = self._traced(flight, batch, rows, verified, paths)  # shows whole paths, before any cut
+        trees = self._traced(plan, batch, rows, verified, paths)  # shows whole paths, before any cut
         cuts = [False] * len(batch)
         for i, r in enumerate(batch):
             stand = r.draws.standing(drawn[i], len(paths[i]))
@@ -375,21 +379,21 @@ class Runner:
         for o in flight.observers:
             o.committed(kept)
         if self.head is not None and not flight.rounds:
-            head = flight.plan.head or [False] * len(flight.requests)
+            head = plan.head or [False] * len(flight.requests)
             self.head.after_round(batch, [head[row] for row in rows])
         return passed
 
     def _traced(
-        self, flight: Flight, batch: Batch, rows: Sequence[int], verified: Verified, paths: Sequence[Sequence[int]]
+        self, plan: RoundPlan, batch: Batch, rows: Sequence[int], verified: Verified, paths: Sequence[Sequence[int]]
     ) -> dict[int, DraftTree]:
         """Return the trees of the requests that want to see them. Reads nothing if no request does."""
         wanted = [i for i, r in enumerate(batch) if r.params.trace]
         if not wanted:
             return {}
-        hosted, gathering = flight.plan.trees, self.drafting.gathering
+        hosted, gathering = plan.trees, self.drafting.gathering
         if hosted is None or gathering is None:
             return dict(zip(wanted, trees_of(verified.trees, wanted, paths, HEAD), strict=True))
-        if flight.plan.united:
+        if plan.united:
             found = traced(verified, [hosted.drafts[row] for row in rows], wanted, paths, gathering.names)
             return dict(zip(wanted, found, strict=True))
         names, drafts = gathering.names, hosted.drafts

@@ -1,0 +1,200 @@
+"""Costs and gains of speculation by default on a GPU, counted instead of timed: rounds in flight, without a GPU.
+
+The engine runs on `tests/python/flight_world.py`, a device on the CPU that runs ahead of the host as a GPU does.
+Each round has a price, which was measured on an H100 with the model in the package, and the clock is that of a host
+that plans, waits and commits beside the device: a round launched behind another one begins when that one ends, and the
+device waits for a round that the host has to plan. So a figure repeats to the last digit, where the host of a lent GPU
+moves it by some percent. Tokens must be those of plain decoding.
+
+    python benches/gate_flights.py [--json FILE] [--lengths 64,256] [--temperatures 0,1] [--orders 4] [--batch 1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/python"))
+
+import flight_world as world
+import specrs.engine.config as config_module
+import specrs.engine.drafting.gathering as gathering_module
+import specrs.engine.drafting.plans as plans_module
+import specrs.engine.llm as llm_module
+import specrs.engine.rounds.runner as runner_module
+from common import commit, versions
+from gate_texts import KINDS
+from specrs import LLM, SamplingParams, assets
+from specrs.engine.devices.host import Entries
+from specrs.engine.drafting.chooser import TAIL, Kind, TreePolicy
+from specrs.engine.drafting.costs import Costs, PassCost
+from specrs.engine.drafting.levels import most_nodes
+from specrs.models.acceptance import read_acceptance
+
+# Milliseconds on an H100: a plain round, one with one level of drafts, and each further level.
+PLAIN, SHALLOW, LEVEL = 0.42, 0.575, 0.085
+# The host's part in a round, the more that it does for a round behind no other, and passes over a prompt and of a head
+# that begins behind a prompt or later.
+HOST, PLANNED, PROMPT, ENTER, RESUME = 0.17, 0.25, 3.5, 0.137, 0.68
+
+
+class Clock:
+    """The host's clock, and the time at which the device is done with all that was launched, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.host = self.device = 0.0
+        self.ends: dict[int, float] = {}  # of rounds
+
+    def launch(self, price: float) -> float:
+        """Launch work behind all other, and return when it ends."""
+        self.device = max(self.device, self.host) + price
+        return self.device
+
+    def perf_counter(self) -> float:
+        """The engine's clock, in seconds."""
+        return self.host / 1e3
+
+
+CLOCK = Clock()
+
+
+def price(levels: int) -> float:
+    """Milliseconds of a round."""
+    return SHALLOW + (levels - 1) * LEVEL if levels else PLAIN
+
+
+class Drafts(world.DeviceDrafts):
+    """The head's passes, priced."""
+
+    def extend(self, requests: Any) -> Any:
+        for r in requests:
+            if r.lag:
+                CLOCK.launch(ENTER if Entries(r, r.head.end, r.lag).kept else RESUME)
+        return super().extend(requests)
+
+
+class Priced(world.Device):
+    """A device whose passes have prices."""
+
+    def _drafts(self, head: Any, cache: Any, config: Any) -> Drafts:
+        return Drafts(self, head, cache, config)
+
+    def policy(self, pages: Any) -> TreePolicy:
+        shape = self.planner.geometry.shape
+        plain, extend, step, enter, resume = (x / 1e3 for x in (PLAIN, SHALLOW - PLAIN, LEVEL, ENTER, RESUME))
+        costs = Costs(
+            PassCost([1, most_nodes(shape, shape.steps)], [plain, plain]), PassCost([1], [step]),
+            PassCost([1], [extend]), PassCost([1], [enter]), PassCost([1], [resume]),
+        )  # fmt: skip
+        return TreePolicy(costs, kinds(shape.steps), tail=TAIL)
+
+    def prefill(self, *args: Any) -> Any:
+        CLOCK.host = CLOCK.launch(PROMPT)
+        return super().prefill(*args)
+
+    def _launched(self, asked: Any) -> Any:
+        CLOCK.host += PLANNED
+        return super()._launched(asked)
+
+    def _round(self, run: Any) -> int:
+        number = super()._round(run)
+        CLOCK.ends[number] = CLOCK.launch(price(run.levels))
+        return number
+
+
+def waited(found: Any) -> Any:
+    """Return `Round._found`, which waits for the round's end."""
+
+    def late(self: Any) -> Any:
+        CLOCK.host = max(CLOCK.host, CLOCK.ends[self.number]) + HOST
+        return found.func(self)
+
+    late_property = cached_property(late)
+    late_property.__set_name__(world.Round, "_found")
+    return late_property
+
+
+def kinds(steps: int) -> list[Kind]:
+    """What an engine knows before its first request."""
+    return [Kind.of(one, steps) for one in read_acceptance(assets.draft_dir())]
+
+
+def engine(batch: int, **options: Any) -> LLM:
+    """An engine on the device."""
+    return LLM(max_batch=batch, max_context_len=1024, prefix_cache=False, **options)
+
+
+def run(llm: LLM, asked: list[tuple[str, int]], length: int, temperature: float) -> tuple[float, float, Any]:
+    """Milliseconds to the end of the last request, the sum of those to the end of each, and their tokens."""
+    started, sums, outputs = CLOCK.host, 0.0, {}
+    params = [
+        SamplingParams(max_tokens=length, temperature=temperature, top_p=1.0, seed=seed, ignore_eos=True)
+        for _, seed in asked
+    ]
+    ids = [llm.add(llm.encode(text), p) for (text, _), p in zip(asked, params, strict=True)]
+    while llm.unfinished:
+        for event in llm.step():
+            if event.output is not None:
+                outputs[event.request_id] = event.output.token_ids
+                sums += CLOCK.host - started
+    return CLOCK.host - started, sums, [outputs[i] for i in ids]
+
+
+def main() -> None:
+    """Count."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", default="")
+    parser.add_argument("--lengths", default="64,256")
+    parser.add_argument("--temperatures", default="0,1")
+    parser.add_argument("--orders", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    llm_module.HostExecutor = type("Device", (Priced,), {"told": world.Told()})  # type: ignore[misc]
+    config_module.AUTO_TREE = config_module.AUTO_GPU_TREE
+    world.Round._found = waited(world.Round._found)
+    for module in (gathering_module, plans_module, runner_module):
+        module.time = CLOCK  # type: ignore[attr-defined]
+    drafting, plain = engine(args.batch), engine(args.batch, speculative=False)
+    policy = drafting._runner.drafting.policy
+    assert policy is not None
+    rows: dict[str, Any] = {}
+    prompts = [(kind, seed, text) for kind, some in KINDS.items() for seed, text in enumerate(some)]
+    for length in map(int, args.lengths.split(",")):
+        for temperature in map(float, args.temperatures.split(",")):
+            ratios: dict[str, list[float]] = {}
+            for turn in range(args.orders):
+                random.Random(turn).shuffle(order := list(prompts))
+                policy.kinds[:] = kinds(len(policy.kinds[0].levels))
+                sums: dict[str, list[float]] = {}
+                for first in range(0, len(order), args.batch):
+                    some = order[first : first + args.batch]
+                    asked = [(text, seed) for _, seed, text in some]
+                    mine, others = (run(llm, asked, length, temperature) for llm in (drafting, plain))
+                    assert mine[2] == others[2], "drafts must not change the tokens"
+                    times = {"all kinds": 0, (some[0][0] if args.batch == 1 else "all kinds, mean of requests"): 1}
+                    for kind, which in times.items():
+                        both = sums.setdefault(kind, [0.0, 0.0])
+                        both[0] += others[which]
+                        both[1] += mine[which]
+                for kind, (without, took) in sums.items():
+                    ratios.setdefault(kind, []).append(without / took)
+            for kind, each in sorted(ratios.items()):
+                name = f"{kind}, T={temperature:g}, {length} tokens, batch {args.batch}"
+                rows[name] = {"ratio": round(statistics.median(each), 3), "orders": [round(r, 3) for r in each]}
+                print(name, rows[name], flush=True)
+    if args.json:
+        head = {"commit": commit(), "device": "prices of an H100", "versions": versions()}
+        Path(args.json).write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
