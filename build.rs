@@ -25,7 +25,10 @@ mod params;
 
 /// Files whose images are compiled for `90a` too, since they were measured to gain from Hopper's own instructions. Every
 /// image is compiled for `80`, the baseline that every supported GPU runs.
-const HOPPER: &[&str] = &["attention"];
+const HOPPER: &[&str] = &["attention", "rows"];
+
+/// Files that are compiled for `90a` alone: other GPUs have other means for what these do.
+const HOPPER_ALONE: &[&str] = &["linear"];
 
 /// The images of the files that have several, each under macros of its own: image, file, macros. The driver compiles an
 /// image when it is loaded, so each holds no more than a model needs. Any other file of `cuda/` is one image of its name.
@@ -163,7 +166,11 @@ struct KernelImage {
 
 impl KernelImage {
     fn archs(&self) -> &'static [&'static str] {
-        if HOPPER.contains(&&*self.file) { &["80", "90a"] } else { &["80"] }
+        match &*self.file {
+            file if HOPPER_ALONE.contains(&file) => &["90a"],
+            file if HOPPER.contains(&file) => &["80", "90a"],
+            _ => &["80"],
+        }
     }
 }
 

@@ -99,7 +99,7 @@ __device__ __forceinline__ void attend(const AttentionParams &p) {
     const float c = __uint_as_float(p.scale_bits);
     const int32_t heads = p.kv_heads * p.group;
 
-    let_merge_begin();
+    let_next_begin();
 
     // First item of each request: of splits (mains), and of tiles (pairs).
     int32_t main_items = 0;

@@ -71,24 +71,11 @@ __device__ __forceinline__ void clear_queries(const AttentionParams &p, int64_t 
     }
 }
 
-// Wait for the end and the writes of `attend`, where the launcher lets `merge` begin before them (Hopper's own image).
-__device__ __forceinline__ void wait_for_attend() {
-#if SPECRS_WARPGROUPS
-    asm volatile("griddepcontrol.wait;\n" ::: "memory");
-#endif
-}
-
-// `attend` says by this that `merge` may begin.
-__device__ __forceinline__ void let_merge_begin() {
-#if SPECRS_WARPGROUPS
-    asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
-#endif
-}
-
-// Fold the slots of each row: splits in index order, then the tail. One warp a row. What it reads before it waits was
-// written before `attend` began.
+// Fold the slots of each row: splits in index order, then the tail. One warp a row. It is launched early, and what it reads
+// before it waits was written before `attend` began, which is not.
 template <typename T, int HD>
 __device__ __forceinline__ void merge(const AttentionParams &p) {
+    let_next_begin();
     const int32_t *header = reinterpret_cast<const int32_t *>(p.schedule);
     bool waited = false;
     const int lane = threadIdx.x & 31;
@@ -115,7 +102,7 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
         const int32_t splits = (row.cut + SPLIT - 1) / SPLIT;
         // Writes of `attend` are read past L1, and not before the wait: no load for constants may be used.
         if (!waited) {
-            wait_for_attend();
+            wait_for_previous();
             waited = true;
             if (__ldcg(header) != 0) {
                 return;  // serial: the sums were folded on the way
@@ -185,7 +172,7 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
         }
     }
     if (!waited) {
-        wait_for_attend();  // launches behind `merge` in the stream wait for it alone
+        wait_for_previous();  // launches behind `merge` in the stream wait for it alone
     }
 }
 

@@ -16,6 +16,24 @@
 
 namespace specrs {
 
+// Lets the launch behind this one begin, where that is an early one: its blocks take their places once every block of this
+// launch has said so, or has ended.
+__device__ __forceinline__ void let_next_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
+}
+
+// Waits until the launch in front of this one has ended and its writes can be read: first thing, but for what no launch of
+// a round writes, in a kernel that is launched early (`Module::early_function` in driver.rs). Until then it writes nothing
+// either, since the launch in front may still read there. It waits even where it takes nothing from that launch: by this
+// chain alone is all earlier work over.
+__device__ __forceinline__ void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;\n" ::: "memory");
+#endif
+}
+
 // `bound` is a capacity, never negative; one unsigned comparison then covers a negative index too.
 __device__ __forceinline__ bool in_bounds(int32_t index, int32_t bound) {
     return static_cast<uint32_t>(index) < static_cast<uint32_t>(bound);

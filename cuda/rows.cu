@@ -5,6 +5,8 @@
 // norm takes one block a row, whose threads and tree of sums are fixed by `columns`; sums and products are f32 in one
 // order, and are rounded to the element type once, at the end.
 //
+// Products come behind most of these, and begin early: they read their weights meanwhile (`linear.cu`).
+//
 // Dead rows: rows from the live count on are written as zeros, so that a static batch holds finite values everywhere. A
 // copy from table to table leaves them as they are.
 #include "rows.cuh"
@@ -217,28 +219,36 @@ __device__ __forceinline__ void gated_up(const GatedUpParams &p) {
 }  // namespace specrs
 
 extern "C" __global__ void __launch_bounds__(256) gather_rows_v16(const __grid_constant__ specrs::GatherRowsParams p) {
+    specrs::let_next_begin();
     specrs::gather_rows<uint4>(p);
 }
 extern "C" __global__ void __launch_bounds__(256) gather_rows_v2(const __grid_constant__ specrs::GatherRowsParams p) {
+    specrs::let_next_begin();
     specrs::gather_rows<uint16_t>(p);
 }
 extern "C" __global__ void __launch_bounds__(1024)
     add_rms_norm_bf16(const __grid_constant__ specrs::AddRmsNormParams p) {
+    specrs::let_next_begin();
     specrs::add_rms_norm<specrs::Bf16>(p);
 }
 extern "C" __global__ void __launch_bounds__(1024)
     add_rms_norm_f16(const __grid_constant__ specrs::AddRmsNormParams p) {
+    specrs::let_next_begin();
     specrs::add_rms_norm<specrs::F16>(p);
 }
 extern "C" __global__ void __launch_bounds__(256) silu_up_bf16(const __grid_constant__ specrs::GatedUpParams p) {
+    specrs::let_next_begin();
     specrs::gated_up<specrs::Bf16, false>(p);
 }
 extern "C" __global__ void __launch_bounds__(256) silu_up_f16(const __grid_constant__ specrs::GatedUpParams p) {
+    specrs::let_next_begin();
     specrs::gated_up<specrs::F16, false>(p);
 }
 extern "C" __global__ void __launch_bounds__(256) gelu_up_bf16(const __grid_constant__ specrs::GatedUpParams p) {
+    specrs::let_next_begin();
     specrs::gated_up<specrs::Bf16, true>(p);
 }
 extern "C" __global__ void __launch_bounds__(256) gelu_up_f16(const __grid_constant__ specrs::GatedUpParams p) {
+    specrs::let_next_begin();
     specrs::gated_up<specrs::F16, true>(p);
 }

@@ -2311,6 +2311,13 @@ def _device_fill(
 def _device_fingerprint(matrix: _Tensor, rows: SupportsIndex, out: _Tensor, stream: _Stream) -> None:
     """Write the fingerprints of the first `rows` rows of `matrix` to `out` (int64), on the raw stream `stream`."""
 
+def _device_linear(weight: _Tensor, x: _Tensor, y: _Tensor, split: SupportsIndex, stream: _Stream) -> bool:
+    """The product `y = x W^T` of up to 16 rows by the package's own kernel, on the raw stream `stream`: `weight`
+    `[outputs, inputs]` and `x` of bfloat16, `y` of bfloat16 or float32, K in `split` parts. False, and nothing is
+    launched, where the kernel has none of these sizes, or the GPU has not the kernel. For tests: `_DeviceProducts`
+    chooses.
+    """
+
 def _device_attention_workspace(
     ordinal: SupportsIndex,
     *,

@@ -189,7 +189,11 @@ impl Drop for Relaxed {
 
 /// A loaded image.
 #[derive(Debug)]
-pub(super) struct Module(sys::CUmodule);
+pub(super) struct Module {
+    handle: sys::CUmodule,
+    /// Its kernels have what an early launch needs.
+    early: bool,
+}
 
 // SAFETY: modules may be used from any thread of the process.
 unsafe impl Send for Module {}
@@ -200,8 +204,9 @@ impl Module {
     /// Load an image into the current context; the driver compiles its PTX where it holds no code for this GPU.
     pub(super) fn load(image: &Image) -> Result<Self> {
         // SAFETY: a whole fat binary, whose header says where it ends; it lives for the process.
-        named("cuModuleLoadData", unsafe { result::module::load_data(image.code.0.as_ptr().cast::<c_void>()) })
-            .map(Module)
+        let handle =
+            named("cuModuleLoadData", unsafe { result::module::load_data(image.code.0.as_ptr().cast::<c_void>()) })?;
+        Ok(Self { handle, early: image.arch >= 90 })
     }
 
     /// A kernel of the module. The handle is valid while the module is loaded, so keep it beside the module.
@@ -212,20 +217,32 @@ impl Module {
             why: e.to_string(),
         })?;
         // SAFETY: the module is loaded.
-        named("cuModuleGetFunction", unsafe { result::module::get_function(self.0, c) }).map(Function)
+        let handle = named("cuModuleGetFunction", unsafe { result::module::get_function(self.handle, c) })?;
+        Ok(Function { handle, early: false })
+    }
+
+    /// A kernel that waits by itself for the launch in front of it (`wait_for_previous` in `cuda/common.cuh`), so that it is
+    /// launched early: once every block of that launch has let it begin, or has ended. Only images for compute capability
+    /// 9.0 know the wait; those of others are launched as ever.
+    pub(super) fn early_function(&self, name: &'static str) -> Result<Function> {
+        Ok(Function { early: self.early, ..self.function(name)? })
     }
 }
 
 impl Drop for Module {
     fn drop(&mut self) {
         // SAFETY: loaded once in `load`, unloaded once here.
-        let _ = unsafe { result::module::unload(self.0) };
+        let _ = unsafe { result::module::unload(self.handle) };
     }
 }
 
 /// A kernel of a loaded module.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Function(sys::CUfunction);
+pub(super) struct Function {
+    handle: sys::CUfunction,
+    /// Launches may begin while the launch in front of them still runs.
+    early: bool,
+}
 
 // SAFETY: functions may be launched from any thread of the process.
 unsafe impl Send for Function {}
@@ -237,7 +254,8 @@ impl Function {
     ///
     /// # Safety
     /// The function's module is loaded and its context current; `params` is the struct the kernel declares, and every
-    /// address and capacity in it is true until the launch has finished on the device.
+    /// address and capacity in it is true until the launch has finished on the device. What an early kernel touches
+    /// before it waits was written before the launch in front of it began.
     pub(super) unsafe fn launch<P: Copy>(
         self,
         grid: (u32, u32, u32),
@@ -249,47 +267,17 @@ impl Function {
         unsafe { self.launch_with_shared(grid, block, 0, stream, params) }
     }
 
+    /// The same kernel, launched behind the end of the launch in front of it.
+    pub(super) fn late(self) -> Self {
+        Self { early: false, ..self }
+    }
+
     /// Allow launches with up to `bytes` of dynamic shared memory, which more than 48 KiB need.
     pub(super) fn allow_shared(self, bytes: u32) -> Result<()> {
         use sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as SHARED;
         // SAFETY: the function's module is loaded for as long as its owner lives.
-        named("cuFuncSetAttribute", unsafe { result::function::set_function_attribute(self.0, SHARED, bytes as i32) })
-    }
-
-    /// [`launch`](Self::launch), which may begin before the work in front of it on the stream has ended: the kernel itself
-    /// waits for that (`griddepcontrol.wait`, compute capability 9.0) before it touches anything that it makes.
-    ///
-    /// # Safety
-    /// As there; every thread block of the kernel waits so, and the work in front began after all before it had ended.
-    pub(super) unsafe fn launch_early<P: Copy>(
-        self,
-        blocks: u32,
-        block: u32,
-        stream: Stream,
-        params: &P,
-    ) -> Result<()> {
-        use sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION as EARLY;
-        let mut attribute = sys::CUlaunchAttribute {
-            id: EARLY,
-            pad: [0; 4],
-            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
-        };
-        let config = sys::CUlaunchConfig {
-            gridDimX: blocks,
-            gridDimY: 1,
-            gridDimZ: 1,
-            blockDimX: block,
-            blockDimY: 1,
-            blockDimZ: 1,
-            sharedMemBytes: 0,
-            hStream: stream.handle,
-            attrs: &raw mut attribute,
-            numAttrs: 1,
-        };
-        let mut arguments = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
-        // SAFETY: the driver copies configuration and parameters during the call; the rest is the caller's promise.
-        named("cuLaunchKernelEx", unsafe {
-            sys::cuLaunchKernelEx(&raw const config, self.0, arguments.as_mut_ptr(), std::ptr::null_mut()).result()
+        named("cuFuncSetAttribute", unsafe {
+            result::function::set_function_attribute(self.handle, SHARED, bytes as i32)
         })
     }
 
@@ -305,11 +293,53 @@ impl Function {
         stream: Stream,
         params: &P,
     ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_in_clusters(grid, block, (shared, 1), stream, params) }
+    }
+
+    /// [`launch_with_shared`](Self::launch_with_shared) in clusters of so many blocks.
+    ///
+    /// # Safety
+    /// As there.
+    pub(super) unsafe fn launch_in_clusters<P: Copy>(
+        self,
+        grid: (u32, u32, u32),
+        block: u32,
+        (shared, cluster): (u32, u32),
+        stream: Stream,
+        params: &P,
+    ) -> Result<()> {
+        use sys::CUlaunchAttributeID::{
+            CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION as CLUSTER,
+            CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION as EARLY,
+        };
+        let attribute = |id, value| sys::CUlaunchAttribute { id, pad: [0; 4], value };
+        let dimension = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: cluster, y: 1, z: 1 };
+        let mut attributes = [
+            attribute(
+                EARLY,
+                sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: i32::from(self.early) },
+            ),
+            attribute(CLUSTER, sys::CUlaunchAttributeValue { clusterDim: dimension }),
+        ];
+        let first = usize::from(!self.early); // attributes that are not wanted are left out
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid.0,
+            gridDimY: grid.1,
+            gridDimZ: grid.2,
+            blockDimX: block,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shared,
+            hStream: stream.handle,
+            attrs: attributes[first..].as_mut_ptr(),
+            numAttrs: u32::from(self.early) + u32::from(cluster > 1),
+        };
         let mut arguments = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
-        // SAFETY: the driver copies the parameters during the call and does not write to them; the rest is the caller's
-        // promise.
-        let outcome =
-            unsafe { result::launch_kernel(self.0, grid, (block, 1, 1), shared, stream.handle, &mut arguments) };
-        named("cuLaunchKernel", outcome)
+        // SAFETY: the driver copies configuration and parameters during the call and writes to neither; the rest is the
+        // caller's promise.
+        named("cuLaunchKernelEx", unsafe {
+            sys::cuLaunchKernelEx(&raw const config, self.handle, arguments.as_mut_ptr(), std::ptr::null_mut()).result()
+        })
     }
 }

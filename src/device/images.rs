@@ -29,9 +29,13 @@ impl Image {
 }
 
 /// The best image of `name` for a device: its own architecture's special one, else the latest it can run.
+pub(super) fn find(name: &str, capability: i32) -> Option<&'static Image> {
+    IMAGES.iter().filter(|i| i.name == name && i.runs_on(capability)).max_by_key(|i| (i.arch, i.exact))
+}
+
+/// [`find`], for a kernel that every GPU has.
 pub(super) fn select(name: &'static str, capability: i32) -> Result<&'static Image> {
-    let found = IMAGES.iter().filter(|i| i.name == name && i.runs_on(capability)).max_by_key(|i| (i.arch, i.exact));
-    found.ok_or_else(|| match ABSENT {
+    find(name, capability).ok_or_else(|| match ABSENT {
         Some(why) => Error::CudaUnavailable(format!("no CUDA kernels in this build: {why}")),
         None => Error::CudaUnavailable(format!(
             "kernel {name} needs a GPU of compute capability 8.0 or later, this one is {}.{}",
@@ -85,6 +89,7 @@ mod tests {
         assert!(baseline.runs_on(80) && baseline.runs_on(120) && !baseline.runs_on(75));
         if ABSENT.is_none() {
             assert_eq!(select("kv_move", 90).unwrap().arch, 80);
+            assert!(find("linear", 90).is_some() && find("linear", 80).or(find("linear", 120)).is_none());
             assert!(matches!(select("kv_move", 75), Err(Error::CudaUnavailable(m)) if m.contains("7.5")));
         } else {
             assert!(matches!(select("kv_move", 90), Err(Error::CudaUnavailable(m)) if m.contains("in this build")));

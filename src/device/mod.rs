@@ -45,6 +45,7 @@ mod ring;
 pub mod rows;
 mod stream;
 mod table;
+mod tensor_map;
 pub mod view;
 mod words;
 

@@ -8,9 +8,9 @@ use super::library::Algo;
 use super::shape::LinearShape;
 use crate::device::context::Context;
 use crate::device::devices::Device;
-use crate::device::kernels::Mirror;
+use crate::device::kernels::{LinearPlan, MAX_LINEAR_ROWS, Mirror};
 use crate::device::memory::DeviceBuffer;
-use crate::device::rows::Rows;
+use crate::device::rows::{FloatType, Rows};
 use crate::device::stream::{OwnStream, RawEvent};
 use crate::error::{Error, Result};
 
@@ -46,6 +46,15 @@ pub(super) struct Bench<'a> {
     /// (see `cuda/fingerprint.cu`), so two orders of adding do not share one.
     known: HashMap<u64, Vec<Option<u64>>>,
     stream: OwnStream,
+}
+
+/// A means to a product.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Way {
+    /// An algorithm of cublasLt.
+    Library(Algo),
+    /// `cuda/linear.cu`, for a few rows.
+    Own(LinearPlan),
 }
 
 /// Outcome of one run.
@@ -149,26 +158,53 @@ impl<'a> Bench<'a> {
         Operands { weight, x, y: self.y.address(), workspace, workspace_bytes }
     }
 
+    /// Put `rows` rows from row `first` of x on, with a copy of the weight, on the stream.
+    ///
+    /// # Safety
+    /// The context is current; whoever calls waits for the stream while `self` lives.
+    unsafe fn launch(&self, way: Way, rows: u32, first: u32, copy: usize) -> Result<()> {
+        let (operands, stream) = (self.operands(first, copy), self.stream.stream());
+        match way {
+            // SAFETY: the buffers have these sizes; the rest is the caller's promise.
+            Way::Library(algo) => unsafe { self.operation.launch(self.handle, &algo, rows, &operands, stream) },
+            Way::Own(plan) => {
+                let Some(kernel) = &self.device.kernels().linear else { return Err(absent()) };
+                let weight = kernel.weight_map(&plan, operands.weight)?;
+                let y = (operands.y, self.shape.f32_output);
+                // SAFETY: as above; weights and rows are of the plan's sizes and of bfloat16, which `plan_of` saw to.
+                unsafe { kernel.launch_unchecked(stream, &plan, &weight, operands.x, rows, y) }
+            }
+        }
+    }
+
+    /// The package's own product of this shape, with K in `split` parts; `None` where there is none.
+    pub(super) fn plan_of(&self, split: u32) -> Option<LinearPlan> {
+        let LinearShape { outputs, inputs, element, bias, .. } = self.shape;
+        let kernel = self.device.kernels().linear.as_ref()?;
+        if element != FloatType::Bf16 || bias { None } else { kernel.plan(outputs, inputs, split) }
+    }
+
     /// Bytes of workspace for `rows` rows; `None` where the algorithm cannot do them.
-    pub(super) fn workspace(&self, algo: &Algo, rows: u32) -> Result<Option<usize>> {
+    pub(super) fn workspace(&self, way: Way, rows: u32) -> Result<Option<usize>> {
         let _current = self.context.enter()?;
-        let need = self.operation.workspace(self.handle, algo, rows)?;
+        let need = match way {
+            Way::Library(algo) => self.operation.workspace(self.handle, &algo, rows)?,
+            Way::Own(_) => (rows <= MAX_LINEAR_ROWS).then_some(0),
+        };
         Ok(need.filter(|bytes| *bytes <= self.workspace.bytes()))
     }
 
     /// Run `rows` rows from row `first` of x on, and compare all of them with the rows that earlier runs of the class
     /// gave. The class is `class`; if none is given and the run begins at row 0, that row names it.
-    pub(super) fn run(&mut self, algo: &Algo, rows: u32, first: u32, class: Option<u64>) -> Result<Ran> {
+    pub(super) fn run(&mut self, way: Way, rows: u32, first: u32, class: Option<u64>) -> Result<Ran> {
         let current = self.context.enter()?;
-        if self.workspace(algo, rows)?.is_none() {
+        if self.workspace(way, rows)?.is_none() {
             return Ok(Ran::Unable);
         }
         let row_bytes = self.shape.outputs as usize * self.shape.output().bytes() as usize;
         self.y.fill(0, (rows as usize + 1) * row_bytes, 0xFF, self.stream.stream())?;
-        // SAFETY: the context is current; the buffers have these sizes and live until `fingerprints` has waited.
-        let launched =
-            unsafe { self.operation.launch(self.handle, algo, rows, &self.operands(first, 0), self.stream.stream()) };
-        if launched.is_err() {
+        // SAFETY: the context is current; the buffers live until `fingerprints` has waited.
+        if unsafe { self.launch(way, rows, first, 0) }.is_err() {
             return Ok(Ran::Unable);
         }
         let mut prints = self.fingerprints(rows + 1)?;
@@ -191,7 +227,7 @@ impl<'a> Bench<'a> {
     }
 
     /// True if the algorithm gives the class's bits at every one of `samples`, at each of several places.
-    pub(super) fn holds(&mut self, algo: &Algo, class: u64, samples: &[u32]) -> Result<bool> {
+    pub(super) fn holds(&mut self, way: Way, class: u64, samples: &[u32]) -> Result<bool> {
         for rows in samples {
             let last = self.shape.max_rows + MORE - rows;
             // Small products lie side by side, so that all their rows are others; large ones overlap.
@@ -200,7 +236,7 @@ impl<'a> Bench<'a> {
                 if first > 0 && *rows > 256 && first > step {
                     break; // two places of many rows
                 }
-                if self.run(algo, *rows, first, Some(class))? != Ran::Class(class) {
+                if self.run(way, *rows, first, Some(class))? != Ran::Class(class) {
                     return Ok(false);
                 }
             }
@@ -209,7 +245,7 @@ impl<'a> Bench<'a> {
     }
 
     /// Microseconds of one launch of `rows` rows, once and roughly: to choose candidates for [`Self::time`].
-    pub(super) fn glance(&self, algo: &Algo, rows: u32) -> Result<f32> {
+    pub(super) fn glance(&self, way: Way, rows: u32) -> Result<f32> {
         let _current = self.context.enter()?;
         let (stream, launches) = (self.stream.stream(), self.launches(rows));
         let (begin, end) = (RawEvent::new(true)?, RawEvent::new(true)?);
@@ -218,7 +254,7 @@ impl<'a> Bench<'a> {
         begin.record(stream)?;
         for i in 0..launches {
             // SAFETY: as in `run`; waited for below.
-            unsafe { self.operation.launch(self.handle, algo, rows, &self.operands(0, i % self.copies), stream) }?;
+            unsafe { self.launch(way, rows, 0, i % self.copies) }?;
         }
         end.record(stream)?;
         end.wait()?;
@@ -233,15 +269,35 @@ impl<'a> Bench<'a> {
     }
 
     /// Microseconds of one launch of `rows` rows: the median of `repeats`, each of several captured launches.
-    pub(super) fn time(&self, algo: &Algo, rows: u32, repeats: usize) -> Result<f32> {
+    pub(super) fn time(&self, way: Way, rows: u32, repeats: usize) -> Result<f32> {
+        self.time_of(rows, repeats, |i| {
+            // SAFETY: as in `run`; `time_of` waits.
+            unsafe { self.launch(way, rows, 0, i % self.copies) }
+        })
+    }
+
+    /// [`time`](Self::time) of launches that each follow a small one, as in a model, where norms and activations stand between
+    /// products; its time is in it.
+    pub(super) fn time_in_chain(&self, way: Way, rows: u32, repeats: usize) -> Result<f32> {
+        let (columns, ordinal) = (self.shape.inputs as usize, self.context.ordinal());
+        let view = |what, address| {
+            let dims = [rows as usize, columns];
+            // SAFETY: x has more rows than any product, and the workspace is larger than x; both live until `time_of` has
+            // waited.
+            unsafe { Rows::from_raw(what, address, dims, columns, self.shape.element, ordinal) }
+        };
+        let (from, to) = (view("x", self.x.address())?, view("workspace", self.workspace.address())?);
+        self.time_of(rows, repeats, |i| {
+            self.device.kernels().rows.copy(self.stream.stream(), (&from, None), (&to, None), None)?;
+            // SAFETY: as above.
+            unsafe { self.launch(way, rows, 0, i % self.copies) }
+        })
+    }
+
+    fn time_of(&self, rows: u32, repeats: usize, launch: impl Fn(usize) -> Result<()>) -> Result<f32> {
         let _current = self.context.enter()?;
         let (stream, launches) = (self.stream.stream(), self.launches(rows));
-        let recording = self.stream.record(|| {
-            (0..launches).try_for_each(|i| {
-                // SAFETY: as in `run`; waited for below.
-                unsafe { self.operation.launch(self.handle, algo, rows, &self.operands(0, i % self.copies), stream) }
-            })
-        })?;
+        let recording = self.stream.record(|| (0..launches).try_for_each(&launch))?;
         let (begin, end) = (RawEvent::new(true)?, RawEvent::new(true)?);
         let mut times = Vec::with_capacity(repeats);
         for i in 0..=repeats {
@@ -261,6 +317,11 @@ impl<'a> Bench<'a> {
             why: "at least 1 is timed".into(),
         })
     }
+}
+
+/// The error of a plan on a GPU that has not the kernel, which no plan comes from.
+fn absent() -> Error {
+    Error::CudaUnavailable("kernel linear needs a GPU of compute capability 9.0".into())
 }
 
 impl Drop for Bench<'_> {

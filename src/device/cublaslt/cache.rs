@@ -15,14 +15,14 @@ use super::choice::Choice;
 use super::library::Algo;
 
 /// Goes up with the meaning of an entry.
-const FORMAT: u64 = 1;
+const FORMAT: u64 = 2;
 
 /// An entry as the file has it: algorithms that are not checked yet.
 #[derive(Debug, PartialEq)]
 pub(super) struct Saved {
     pub(super) fingerprint: u64,
-    /// `(most rows, algorithm, microseconds)` of each bucket.
-    pub(super) buckets: Vec<(u32, Algo, f32)>,
+    /// `(most rows, algorithm, microseconds)` of each bucket, and the own product's and the library's in a chain.
+    pub(super) buckets: Vec<(u32, Algo, f32, Option<[f32; 2]>)>,
     pub(super) candidates: usize,
     pub(super) dropped: usize,
 }
@@ -62,7 +62,11 @@ pub(super) fn load(file: &Path, key: &str) -> Option<Saved> {
         let words = b.get("algorithm")?.as_array()?;
         let words: Vec<u64> = words.iter().map(hex).collect::<Option<_>>()?;
         let rows = u32::try_from(b.get("rows")?.as_u64()?).ok()?;
-        Some((rows, Algo(words.try_into().ok()?), b.get("us")?.as_f64()? as f32))
+        let own = match b.get("own")? {
+            Value::Null => None,
+            own => Some([own.get("us")?.as_f64()? as f32, own.get("library_us")?.as_f64()? as f32]),
+        };
+        Some((rows, Algo(words.try_into().ok()?), b.get("us")?.as_f64()? as f32, own))
     };
     let count = |name| entry.get(name).and_then(Value::as_u64).map(|n| n as usize);
     Some(Saved {
@@ -93,9 +97,12 @@ pub(super) fn of(choice: &Choice) -> Value {
         .buckets
         .iter()
         .map(|b| {
-            let us = (f64::from(b.us) * 100.0).round() / 100.0;
-            json!({ "rows": b.rows, "us": us, "workspace": b.workspace, "config": b.config.to_string(),
-                    "algorithm": b.algo.0.map(word) })
+            let us = |us| (f64::from(us) * 100.0).round() / 100.0;
+            let own =
+                b.own.map(|own| // Not rounded: which is the lesser decides.
+                json!({ "us": own.us, "library_us": own.library_us, "taken": b.own().is_some() }));
+            json!({ "rows": b.rows, "us": us(b.us), "workspace": b.workspace, "config": b.config.to_string(),
+                    "algorithm": b.algo.0.map(word), "own": own })
         })
         .collect();
     json!({ "split": choice.split(), "fingerprint": word(choice.fingerprint), "candidates": choice.candidates,
@@ -115,8 +122,14 @@ mod tests {
         let shape = LinearShape { outputs: 8, inputs: 16, element, f32_output: false, bias: false, max_rows: 64 };
         let config =
             Config { id: 66, tile: 1, split: 2, reduction: 2, swizzle: 0, custom: 3, stages: 4, inner: 5, cluster: 6 };
-        let bucket =
-            |rows| Bucket { rows, algo: Algo([u64::MAX, 1, 2, 3, 4, 5, 6, 7]), config, us: 12.25, workspace: 9 };
+        let bucket = |rows| Bucket {
+            rows,
+            algo: Algo([u64::MAX, 1, 2, 3, 4, 5, 6, 7]),
+            config,
+            us: 12.25,
+            workspace: 9,
+            own: None,
+        };
         let (buckets, classes) = (vec![bucket(8), bucket(64)], Classes::One);
         Choice { shape, classes, fingerprint, buckets, candidates: 50, dropped: 1, measured: true }
     }
@@ -130,15 +143,15 @@ mod tests {
         store(&file, "b", &choice(7)).unwrap();
         let saved = load(&file, "a").unwrap();
         assert_eq!(saved.fingerprint, 0xFEDC_BA98_7654_3210);
-        assert_eq!(saved.buckets, [8, 64].map(|rows| (rows, Algo([u64::MAX, 1, 2, 3, 4, 5, 6, 7]), 12.25)));
+        assert_eq!(saved.buckets, [8, 64].map(|rows| (rows, Algo([u64::MAX, 1, 2, 3, 4, 5, 6, 7]), 12.25, None)));
         assert_eq!((saved.candidates, saved.dropped), (50, 1));
         assert_eq!((load(&file, "b").unwrap().fingerprint, load(&file, "c")), (7, None));
         assert_eq!(fs::read_dir(file.parent().unwrap()).unwrap().count(), 1, "nothing is left beside it");
         // Cut anywhere, of another format, or of another kind of JSON: none of it is taken, and a store repairs it.
         let whole = fs::read_to_string(&file).unwrap();
-        let other = whole.replace("\"format\": 1", "\"format\": 2");
+        let other = whole.replace("\"format\": 2", "\"format\": 3");
         let bad = whole.replace("0xffffffffffffffff", "0xfffffffffffffffff");
-        for text in ["", "{", "[]", "{\"format\": 1}", &whole[..whole.len() / 2], &other, &bad] {
+        for text in ["", "{", "[]", "{\"format\": 2}", &whole[..whole.len() / 2], &other, &bad] {
             fs::write(&file, text).unwrap();
             assert_eq!(load(&file, "a"), None, "{text}");
         }

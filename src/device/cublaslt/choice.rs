@@ -3,6 +3,7 @@
 use super::api::Config;
 use super::library::Algo;
 use super::shape::LinearShape;
+use crate::device::kernels::LinearPlan;
 
 /// The algorithm of one bucket.
 #[derive(Debug, Clone, PartialEq)]
@@ -15,6 +16,24 @@ pub(super) struct Bucket {
     pub(super) us: f32,
     /// Bytes.
     pub(super) workspace: usize,
+    /// The package's own product of these rows, where it has one of the same class.
+    pub(super) own: Option<Own>,
+}
+
+/// The package's own product beside the library's of one bucket. Times are microseconds at the bucket's most rows, in a chain
+/// of launches, where the own one may begin early.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Own {
+    pub(super) plan: LinearPlan,
+    pub(super) us: f32,
+    pub(super) library_us: f32,
+}
+
+impl Bucket {
+    /// The package's own product, where it is the faster one.
+    pub(super) fn own(&self) -> Option<LinearPlan> {
+        self.own.filter(|own| own.us < own.library_us).map(|own| own.plan)
+    }
 }
 
 /// Algorithms that the buckets of a weight may take.
@@ -73,8 +92,9 @@ impl Choice {
     }
 
     /// The bucket of `rows`, which is at most `max_rows`.
-    pub(super) fn bucket(&self, rows: u32) -> Option<&Bucket> {
-        self.buckets.get(self.buckets.partition_point(|b| b.rows < rows))
+    pub(super) fn bucket(&self, rows: u32) -> Option<(usize, &Bucket)> {
+        let index = self.buckets.partition_point(|b| b.rows < rows);
+        self.buckets.get(index).map(|bucket| (index, bucket))
     }
 }
 
@@ -164,10 +184,10 @@ mod tests {
         let shape = LinearShape { outputs: 8, inputs: 8, element, f32_output: false, bias: false, max_rows: 64 };
         let config =
             Config { id: 0, tile: 0, split: 2, reduction: 2, swizzle: 0, custom: 0, stages: 0, inner: 0, cluster: 0 };
-        let bucket = |rows, workspace| Bucket { rows, algo: Algo([0; 8]), config, us: 1.0, workspace };
+        let bucket = |rows, workspace| Bucket { rows, algo: Algo([0; 8]), config, us: 1.0, workspace, own: None };
         let (buckets, classes) = (vec![bucket(1, 5), bucket(8, 9), bucket(64, 7)], Classes::One);
         let choice = Choice { shape, fingerprint: 1, buckets, candidates: 3, dropped: 0, measured: true, classes };
-        let rows = |rows| choice.bucket(rows).map(|b| b.rows);
+        let rows = |rows| choice.bucket(rows).map(|(_, b)| b.rows);
         assert_eq!([1, 2, 8, 9, 64, 65].map(rows), [Some(1), Some(8), Some(8), Some(64), Some(64), None]);
         assert_eq!((choice.workspace_bytes(), choice.split()), (9, 2));
     }

@@ -13,8 +13,10 @@ use super::shape::LinearShape;
 use super::tune;
 use crate::device::devices::Device;
 use crate::device::driver::Stream;
+use crate::device::kernels::LinearPlan;
 use crate::device::libcuda;
 use crate::device::rows::{FloatType, Rows};
+use crate::device::tensor_map::TensorMap;
 use crate::device::view::{DeviceSlice, device_mismatch};
 use crate::error::{Error, Result, in_range};
 use crate::overlap::{Operand, Span, disjoint};
@@ -169,7 +171,8 @@ impl Products {
     ///
     /// # Safety
     /// Weight and bias stay where and as they are until the last launch, and the last replay of a graph that captured
-    /// one, has finished.
+    /// one, has finished. No launch of such a graph writes them: a product there may read its weight before the launch in
+    /// front of it has ended.
     ///
     /// # Errors
     /// [`Error::Mismatch`] for a weight or bias that is not as the choice's shape has it, on another device, or not
@@ -186,7 +189,15 @@ impl Products {
             return Err(Error::Mismatch { operand: "bias", got: got.into(), want: want.into() });
         }
         let operation = Operation::new(self.opened.handle.library, shape, bias.map(Rows::address))?;
-        Ok(Linear { operation, weight: *weight, bias: bias.span(), choice: choice.clone(), products: self.clone() })
+        let mut own = Vec::with_capacity(choice.buckets.len());
+        for bucket in &choice.buckets {
+            own.push(match (bucket.own(), &self.opened.device.kernels().linear) {
+                (Some(plan), Some(kernel)) => Some((plan, kernel.weight_map(&plan, weight.address())?)),
+                _ => None,
+            });
+        }
+        let (weight, bias, choice) = (*weight, bias.span(), choice.clone());
+        Ok(Linear { operation, weight, bias, own, choice, products: self.clone() })
     }
 
     /// Contiguous rows of these sizes on the device, aligned.
@@ -232,6 +243,8 @@ pub struct Linear {
     weight: Rows,
     /// The memory of the bias, whose address the operation has.
     bias: Span,
+    /// By bucket, the package's own product, where it is taken, with the weight's map.
+    own: Vec<Option<(LinearPlan, TensorMap)>>,
     choice: Arc<Choice>,
     products: Arc<Products>,
 }
@@ -261,7 +274,7 @@ impl Linear {
         }
         products.on_device("workspace", workspace.device())?;
         aligned("workspace", workspace.address(), WORKSPACE_ALIGN)?;
-        let Some(bucket) = self.choice.bucket(rows) else {
+        let Some((index, bucket)) = self.choice.bucket(rows) else {
             return Err(Error::OutOfRange {
                 what: "linear rows",
                 got: rows.into(),
@@ -285,7 +298,14 @@ impl Linear {
             workspace: workspace.address(),
             workspace_bytes: workspace.len(),
         };
-        let _current = products.opened.device.context().enter()?;
+        let device = products.opened.device;
+        let _current = device.context().enter()?;
+        if let (Some((plan, map)), Some(kernel)) = (&self.own[index], &device.kernels().linear) {
+            // SAFETY: as below; the map is of this weight and plan.
+            return unsafe {
+                kernel.launch_unchecked(stream, plan, map, x.address(), rows, (y.address(), shape.f32_output))
+            };
+        }
         // SAFETY: the context is current; sizes, devices and overlaps were checked just now, and the makers of the views
         // (`Products::linear` for the weight) promised that the memory stays.
         unsafe { self.operation.launch(&products.opened.handle, &bucket.algo, rows, &operands, stream) }

@@ -6,6 +6,10 @@
 //! algorithms that will be used are compared on the device at load ([`Products::choice`]), all rows of them, and a class is
 //! told apart by its bits, not by what the library says of it.
 //!
+//! Up to 16 rows may take the package's own kernel (`cuda/linear.cu`, compute capability 9.0) instead: where its rows have the
+//! class's bits, compared in the same way, and where it is faster in a chain of launches, in which it reads its weights
+//! while the launch in front still runs.
+//!
 //! ```no_run
 //! # use std::sync::Arc;
 //! # use specrs::device::{Device, DeviceSlice, FloatType, LinearShape, Products, Rows, Stream};
@@ -30,6 +34,7 @@
 //! | `choice` | which class a weight gets: a function of measurements |
 //! | `cache` | choices kept in a file |
 //! | `bench` | a product run, compared and timed |
+//! | `own` | the package's own products of a few rows, where they have the bits and are faster |
 //! | `tune` | from a shape to a choice |
 //! | `linear` | a device's products; a weight's launch |
 
@@ -39,6 +44,7 @@ mod cache;
 mod choice;
 mod library;
 mod linear;
+mod own;
 mod shape;
 mod tune;
 

@@ -4,10 +4,11 @@ use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 use super::api::{Config, Handle, no_class};
-use super::bench::{Bench, MAX_WORKSPACE, Ran};
+use super::bench::{Bench, MAX_WORKSPACE, Ran, Way};
 use super::cache::{self, Saved};
 use super::choice::{Bucket, Choice, Class, Classes, pick};
 use super::library::Algo;
+use super::own;
 use super::shape::LinearShape;
 use crate::device::devices::Device;
 use crate::error::Result;
@@ -89,11 +90,16 @@ fn check(handle: &Handle, device: &'static Device, shape: LinearShape, saved: &S
     let workspace = workspace_bound(&shape, saved.buckets.iter().map(|b| b.1), handle)?;
     let mut bench = Bench::new(handle, device, shape, false, workspace)?;
     let mut buckets = Vec::new();
-    for (i, (rows, algo, us)) in saved.buckets.iter().enumerate() {
+    for (i, (rows, algo, us, _)) in saved.buckets.iter().enumerate() {
         match finish(&mut bench, handle, *algo, Some(saved.fingerprint), &shape, &borders, i)? {
-            Some((config, workspace)) => buckets.push(Bucket { rows: *rows, algo: *algo, config, us: *us, workspace }),
+            Some((config, workspace)) => {
+                buckets.push(Bucket { rows: *rows, algo: *algo, config, us: *us, workspace, own: None })
+            }
             None => return Ok(None),
         }
+    }
+    if !own::restore(&mut bench, saved, &shape, &mut buckets)? {
+        return Ok(None);
     }
     let (fingerprint, candidates, dropped) = (saved.fingerprint, saved.candidates, saved.dropped);
     let classes = Classes::One;
@@ -123,13 +129,13 @@ fn finish(
 ) -> Result<Option<(Config, usize)>> {
     let samples = shape.samples(borders, i);
     if let Some(class) = class
-        && !bench.holds(&algo, class, &samples)?
+        && !bench.holds(Way::Library(algo), class, &samples)?
     {
         return Ok(None);
     }
     let mut most = 0;
     for rows in samples {
-        match bench.workspace(&algo, rows)? {
+        match bench.workspace(Way::Library(algo), rows)? {
             Some(bytes) => most = most.max(bytes),
             None => return Ok(None),
         }
@@ -165,7 +171,7 @@ fn measure(
             if !tried.insert((bucket, candidate)) {
                 continue;
             }
-            let algo = &candidates[candidate].0;
+            let algo = Way::Library(candidates[candidate].0);
             let class = match bench.run(algo, borders[bucket], 0, None)? {
                 Ran::Class(class) => Some(class),
                 Ran::Differs => {
@@ -207,7 +213,7 @@ fn measure(
         let (finalists, others): (Vec<_>, Vec<_>) =
             of.iter().enumerate().partition(|(rank, t)| *rank < FINALISTS || Some(t.candidate) == larger);
         for (_, trial) in finalists {
-            timed.push((trial.candidate, bench.time(&candidates[trial.candidate].0, *rows, 5)?));
+            timed.push((trial.candidate, bench.time(Way::Library(candidates[trial.candidate].0), *rows, 5)?));
         }
         timed.sort_by(|a, b| a.1.total_cmp(&b.1));
         timed.extend(others.into_iter().map(|(_, t)| (t.candidate, t.us)));
@@ -215,7 +221,7 @@ fn measure(
         for (candidate, us) in timed {
             let algo = candidates[candidate].0;
             if let Some((config, workspace)) = finish(&mut bench, handle, algo, class, &shape, &borders, i)? {
-                taken = Some(Bucket { rows: *rows, algo, config, us, workspace });
+                taken = Some(Bucket { rows: *rows, algo, config, us, workspace, own: None });
                 larger = Some(candidate);
                 break;
             }
@@ -226,6 +232,7 @@ fn measure(
         buckets.push(taken.ok_or_else(why)?);
     }
     buckets.reverse();
+    own::measure(&mut bench, class, &shape, &mut buckets)?;
     let (fingerprint, candidates) = (class.unwrap_or(0), candidates.len());
     Ok(Choice { shape, classes: allowed, fingerprint, buckets, candidates, dropped, measured: true })
 }

@@ -358,14 +358,8 @@ impl Attention {
         unsafe {
             attend.launch_with_shared((tiling.grid, 1, 1), threads_of(tiling.rows), tiling.shared, stream, &params)?
         };
-        if self.gpu.warpgroups {
-            // SAFETY: as above. Hopper's image of `merge` waits in every block; `attend` was launched without this, so
-            // that it began after all before it had ended.
-            unsafe { image.merge.launch_early(tiling.merge_grid, THREADS, stream, &params) }
-        } else {
-            // SAFETY: as above.
-            unsafe { image.merge.launch((tiling.merge_grid, 1, 1), THREADS, stream, &params) }
-        }
+        // SAFETY: as above.
+        unsafe { image.merge.launch((tiling.merge_grid, 1, 1), THREADS, stream, &params) }
     }
 
     fn image(&self, element: HalfType, head_dim: u32, capped: bool) -> Result<&Image> {
@@ -392,7 +386,7 @@ impl Attention {
         for function in attend.into_iter().chain(wide) {
             function.allow_shared(self.gpu.shared.0)?;
         }
-        let image = Image { attend, wide, merge: module.function("attention_merge")?, _module: module };
+        let image = Image { attend, wide, merge: module.early_function("attention_merge")?, _module: module };
         Ok(cell.get_or_init(|| image))
     }
 }

@@ -6,6 +6,7 @@ mod draft_select;
 mod fingerprint;
 mod kv_commit;
 mod kv_move;
+mod linear;
 mod loop_count;
 mod plan;
 mod rope_kv;
@@ -22,6 +23,8 @@ pub use draft_select::{DeviceBeams, DraftSelect, DraftSelectOperands, MAX_DEVICE
 pub use fingerprint::{Fingerprint, Mirror};
 pub use kv_commit::{CommitOperands, KvCommit};
 pub use kv_move::KvMove;
+pub(super) use linear::MAX_LINEAR_ROWS;
+pub use linear::{LinearKernel, LinearPlan};
 pub use loop_count::LoopCount;
 pub use plan::PlanKernels;
 pub use rope_kv::{MAX_HEAD_DIM, RopeKv, RopeKvOperands};
@@ -47,6 +50,8 @@ pub struct Kernels {
     pub attention: Attention,
     /// Moves of KV rows between slots.
     pub kv_move: KvMove,
+    /// Products of a few rows; `None` where the GPU is not of compute capability 9.0.
+    pub linear: Option<LinearKernel>,
     /// Gathers, norms and activations of rows.
     pub rows: RowOps,
     /// From a qkv product to queries and the cache.
@@ -81,6 +86,7 @@ impl Kernels {
         Ok(Self {
             attention: Attention::new(context.clone())?,
             kv_move: KvMove::load(context.clone())?,
+            linear: LinearKernel::load(context.clone())?,
             rows: RowOps::load(context.clone())?,
             rope_kv: RopeKv::load(context.clone())?,
             verify_greedy: VerifyGreedy::load(context.clone())?,

@@ -107,6 +107,7 @@ pub mod draft;
 pub mod faults;
 pub mod fingerprint;
 pub mod kv;
+pub mod linear;
 pub mod loop_count;
 pub mod plan;
 pub mod rope_kv;
@@ -123,6 +124,7 @@ const FILES: &[Declared] = &[
     draft::DECLARED,
     fingerprint::DECLARED,
     kv::DECLARED,
+    linear::DECLARED,
     loop_count::DECLARED,
     plan::DECLARED,
     rope_kv::DECLARED,

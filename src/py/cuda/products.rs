@@ -11,7 +11,7 @@ use crate::device::{Device, FloatType, LinearShape, Mirror, Products};
 use crate::py::arg::{Int, detached};
 use crate::py::dlpack::{Call, Output};
 
-register! { fn _device_fill, _device_fingerprint; class DeviceLinear, DeviceProducts; }
+register! { fn _device_fill, _device_fingerprint, _device_linear; class DeviceLinear, DeviceProducts; }
 
 /// cublasLt on CUDA device `ordinal`. The library is looked for in the process, in `folders`, then by the loader.
 /// Choices are kept in the file `cache`; `None` keeps none, and `""` means the user's cache folder (`SPECRS_CACHE`,
@@ -178,5 +178,30 @@ fn _device_fingerprint(
         prints.writable()?;
         let (view, words) = (tensor.device_rows(ordinal)?, prints.device_slice::<u64>(ordinal)?);
         Device::get(ordinal)?.kernels().fingerprint.rows(stream, &view, rows, &words)
+    })
+}
+
+/// The product `y = x W^T` of up to 16 rows by the package's own kernel, on the raw stream `stream`: `weight`
+/// `[outputs, inputs]` and `x` of bfloat16, `y` of bfloat16 or float32, K in `split` parts. False, and nothing is launched,
+/// where the kernel has none of these sizes, or the GPU has not the kernel. For tests: `_DeviceProducts` chooses.
+#[pyfunction]
+fn _device_linear(
+    weight: &Bound<'_, PyAny>,
+    x: &Bound<'_, PyAny>,
+    y: &Bound<'_, PyAny>,
+    split: Int,
+    stream: StreamArg,
+) -> PyResult<bool> {
+    let (split, stream) = (split.u32("linear split")?, stream.get()?);
+    let py = y.py();
+    let ([weight, x], [], [y]) = Call::on_device().take([("weight", weight), ("x", x)], [], [("y", y)])?;
+    detached(py, || {
+        let ordinal = weight.cuda_ordinal()?;
+        y.writable()?;
+        let (weight, x, y) = (weight.device_rows(ordinal)?, x.device_rows(ordinal)?, y.device_rows(ordinal)?);
+        let side = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        let Some(kernel) = &Device::get(ordinal)?.kernels().linear else { return Ok(false) };
+        let Some(plan) = kernel.plan(side(weight.rows()), side(weight.columns()), split) else { return Ok(false) };
+        kernel.launch(stream, &plan, &weight, &x, &y).map(|()| true)
     })
 }

@@ -52,7 +52,6 @@ int cuModuleLoadData(void **m, const void *image) { *m = &module; return LOAD; }
 int cuModuleGetFunction(void **f, void *m, const char *name) { *f = &function; return 0; }
 int cuModuleUnload(void *m) { return 0; }
 int cuFuncSetAttribute(void *f, int what, int v) { return 0; }
-int cuLaunchKernel() { return 0; }
 int cuLaunchKernelEx() { return 0; }
 int cuMemHostAlloc(void **p, size_t n, unsigned flags) { *p = aligned_alloc(4096, 4096); return 0; }
 int cuMemHostGetDevicePointer_v2(u64 *d, void *p, unsigned flags) { *d = (u64)p; return 0; }

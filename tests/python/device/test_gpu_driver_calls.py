@@ -111,5 +111,5 @@ def test_a_ring_tells_the_host_without_a_wait():
         row = slots[ring.slot(1)].clone()
         ring.check(1)
     assert not seen.synchronisations, seen
-    assert seen.calls["cuLaunchKernel"] == 1, seen
+    assert seen.calls["cuLaunchKernelEx"] == 1, seen
     assert row[ring.lens_at :][:batch].tolist() == [11, 21] and int(row[ring.exit]) == 0
