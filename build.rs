@@ -25,7 +25,7 @@ mod params;
 
 /// Files whose images are compiled for `90a` too, since they were measured to gain from Hopper's own instructions. Every
 /// image is compiled for `80`, the baseline that every supported GPU runs.
-const HOPPER: &[&str] = &["attention"];
+const HOPPER: &[&str] = &["attention", "sample"];
 
 /// The images of the files that have several, each under macros of its own: image, file, macros. The driver compiles an
 /// image when it is loaded, so each holds no more than a model needs. Any other file of `cuda/` is one image of its name.

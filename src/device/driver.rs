@@ -293,6 +293,46 @@ impl Function {
         })
     }
 
+    /// Allow clusters of more than 8 blocks, which not every GPU of a capability has room for.
+    pub(super) fn allow_large_clusters(self) -> Result<()> {
+        use sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED as LARGE;
+        // SAFETY: the function's module is loaded for as long as its owner lives.
+        named("cuFuncSetAttribute", unsafe { result::function::set_function_attribute(self.0, LARGE, 1) })
+    }
+
+    /// Clusters of `cluster` blocks that the device runs at once; 0 where it has no room for one.
+    pub(super) fn clusters_at_once(self, block: u32, cluster: u32, shared: u32) -> Result<u32> {
+        let mut attribute = cluster_attribute(cluster);
+        let config = clusters(1, block, cluster, shared, std::ptr::null_mut(), &mut attribute);
+        let mut count = 0;
+        // SAFETY: the driver reads the configuration and writes the count during the call.
+        named("cuOccupancyMaxActiveClusters", unsafe {
+            sys::cuOccupancyMaxActiveClusters(&raw mut count, self.0, &raw const config).result()
+        })?;
+        Ok(count.max(0) as u32)
+    }
+
+    /// [`launch_with_shared`](Self::launch_with_shared) of `count` clusters of `cluster` blocks each (compute capability 9.0).
+    ///
+    /// # Safety
+    /// As there.
+    pub(super) unsafe fn launch_clusters<P: Copy>(
+        self,
+        (count, cluster): (u32, u32),
+        block: u32,
+        shared: u32,
+        stream: Stream,
+        params: &P,
+    ) -> Result<()> {
+        let mut attribute = cluster_attribute(cluster);
+        let config = clusters(count, block, cluster, shared, stream.handle, &mut attribute);
+        let mut arguments = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
+        // SAFETY: the driver copies configuration and parameters during the call; the rest is the caller's promise.
+        named("cuLaunchKernelEx", unsafe {
+            sys::cuLaunchKernelEx(&raw const config, self.0, arguments.as_mut_ptr(), std::ptr::null_mut()).result()
+        })
+    }
+
     /// [`launch`](Self::launch) with `shared` bytes of dynamic shared memory for each block.
     ///
     /// # Safety
@@ -311,5 +351,39 @@ impl Function {
         let outcome =
             unsafe { result::launch_kernel(self.0, grid, (block, 1, 1), shared, stream.handle, &mut arguments) };
         named("cuLaunchKernel", outcome)
+    }
+}
+
+/// The attribute of a launch in clusters of `blocks` blocks.
+fn cluster_attribute(blocks: u32) -> sys::CUlaunchAttribute {
+    sys::CUlaunchAttribute {
+        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue {
+            clusterDim: sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: blocks, y: 1, z: 1 },
+        },
+    }
+}
+
+/// A launch of `count` clusters, with the attribute of their size.
+fn clusters(
+    count: u32,
+    block: u32,
+    cluster: u32,
+    shared: u32,
+    stream: sys::CUstream,
+    attribute: &mut sys::CUlaunchAttribute,
+) -> sys::CUlaunchConfig {
+    sys::CUlaunchConfig {
+        gridDimX: count * cluster,
+        gridDimY: 1,
+        gridDimZ: 1,
+        blockDimX: block,
+        blockDimY: 1,
+        blockDimZ: 1,
+        sharedMemBytes: shared,
+        hStream: stream,
+        attrs: attribute,
+        numAttrs: 1,
     }
 }
