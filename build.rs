@@ -25,7 +25,7 @@ mod params;
 
 /// Files whose images are compiled for `90a` too, since they were measured to gain from Hopper's own instructions. Every
 /// image is compiled for `80`, the baseline that every supported GPU runs.
-const HOPPER: &[&str] = &["attention", "rows"];
+const HOPPER: &[&str] = &["attention", "rows", "sample"];
 
 /// Files that are compiled for `90a` alone: other GPUs have other means for what these do.
 const HOPPER_ALONE: &[&str] = &["linear"];

@@ -147,14 +147,14 @@ def steered(trees: BuiltTrees, batch: int) -> torch.Tensor:
 
 
 def verification(r: Round, logits: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Greedy and sampled, both modes, and torch's argmax over all rows."""
+    """Greedy in both modes, sampled, and torch's argmax over all rows."""
     batch, path = r.batch, r.path
     common: dict[str, Any] = {
         "logits": logits, "trees": r.trees, "lens": r.lens, "live": r.live, "max_nodes": SHAPE.draft_tokens,
         "max_path": path, "accepts": r.accepts,
     }  # fmt: skip
     words = core._device_verify_scratch(logits.shape[0], batch, path)
-    scratch = {name: torch.zeros(words, dtype=torch.int64, device=CUDA) for name in ("w", "f", "sw", "sf")}
+    scratch = {name: torch.zeros(words, dtype=torch.int64, device=CUDA) for name in ("w", "f", "s")}
     samplers = [core.Sampler(VOCAB, [1, 2, 3], temperature=0.8, top_p=0.9, seed=i) for i in range(batch)]
     drawn = {name: from_dlpack(a).to(CUDA) for name, a in core._device_samplers(samplers).items()}
     by = SamplerArrays(
@@ -164,12 +164,11 @@ def verification(r: Round, logits: torch.Tensor) -> dict[str, Callable[[], objec
     def greedy(name: str, full: bool) -> None:
         core._device_verify_greedy(**common, scratch=scratch[name], full=full, stream=stream())
 
-    def sampled(name: str, full: bool) -> None:
-        core._device_sample_verify(**common, samplers=by, scratch=scratch[name], full=full, stream=stream())
+    def sampled() -> None:
+        core._device_sample_verify(**common, samplers=by, scratch=scratch["s"], full=False, stream=stream())
 
     return {
-        "sampled_walk": lambda: sampled("sw", False),
-        "sampled_full": lambda: sampled("sf", True),
+        "sampled": sampled,
         "greedy_full": lambda: greedy("f", True),
         "greedy_walk": lambda: greedy("w", False),
         "torch_argmax": lambda: logits.argmax(1),

@@ -102,14 +102,14 @@ def select(batch: int, vocab: int, bandwidth: float, repeats: int) -> dict[str, 
 class Verify:
     """A batch of trees in which each walk reaches `reach` rows, and its outputs."""
 
-    def __init__(self, batch: int, vocab: int, reach: int) -> None:
+    def __init__(self, batch: int, vocab: int, reach: int, dtype: torch.dtype) -> None:
         sets = sets_of(batch * NODES, vocab)
         self.batch, self.vocab = batch, vocab
         parents = [-1] + [0 if n <= K else n - K for n in range(1, NODES)]
         self.parents = i32(parents * batch)
         self.offsets = i32(range(0, batch * NODES + 1, NODES))
         self.lens = i32([100 + i for i in range(batch)])
-        self.logits = [torch.randn(batch * NODES, vocab, device="cuda") * 3 for _ in range(sets)]
+        self.logits = [(torch.randn(batch * NODES, vocab, device="cuda") * 3).to(dtype) for _ in range(sets)]
         tokens = torch.full((batch, NODES), vocab - 1, dtype=torch.int32, device="cuda")
         full = lambda n: torch.zeros(n, dtype=torch.int32, device="cuda")  # noqa: E731
         self.accepts = AcceptArrays(
@@ -135,9 +135,9 @@ class Verify:
         return int(self.accepts.offsets[-1])
 
 
-def verify(batch: int, vocab: int, how: str, full: bool, bandwidth: float, repeats: int) -> dict[str, Any]:
+def verify(batch: int, vocab: int, how: str, dtype: torch.dtype, full: bool, bandwidth: float, repeats: int) -> Any:
     reach = 4
-    v = Verify(batch, vocab, reach)
+    v = Verify(batch, vocab, reach, dtype)
     # The same drawn tokens in every set: all sets hold the first one's logits of the path.
     for other in v.logits[1:]:
         for node in v.paths:
@@ -161,7 +161,7 @@ def verify(batch: int, vocab: int, how: str, full: bool, bandwidth: float, repea
             logits = v.logits[i % len(v.logits)]
             core._device_sample_verify(
                 logits=logits, trees=trees, lens=v.lens, live=None, max_nodes=NODES, max_path=NODES, samplers=drawn_by,
-                accepts=v.accepts, scratch=v.scratch, full=full, stream=stream(),
+                accepts=v.accepts, scratch=v.scratch, full=False, stream=stream(),
             )  # fmt: skip
 
     def drawn(depth: int) -> torch.Tensor:
@@ -179,23 +179,25 @@ def verify(batch: int, vocab: int, how: str, full: bool, bandwidth: float, repea
     graphs = {"specrs": (graph_of([lambda i=i: call(i) for i in range(n)]), n)}
     if how == "greedy":
         graphs["torch"] = (graph_of([lambda i=i: v.logits[i % len(v.logits)].argmax(-1) for i in range(n)]), n)
-    name = f"{how}, {'full' if full else 'walk'}, {reach} rows reached"
+    name = f"{how}, {'full' if full else 'walk'}, {reach} rows reached, {str(dtype).removeprefix('torch.')}"
     rows = NODES if full else reach
-    return result(name, batch, vocab, medians(graphs, repeats), 4 * vocab * batch * rows / bandwidth)
+    return result(name, batch, vocab, medians(graphs, repeats), dtype.itemsize * vocab * batch * rows / bandwidth)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--sampling", action="store_true", help="verification by sampling alone")
     a = parser.parse_args()
     device.init()
     bandwidth = copy_bandwidth(a.repeats)
-    rows = [select(b, v, bandwidth, a.repeats) for v in (32000, 128256) for b in (1, 16, 64)]
-    for how, batch in itertools.product(["greedy", *SAMPLING], (1, 16, 64)):
+    rows = [] if a.sampling else [select(b, v, bandwidth, a.repeats) for v in (32000, 128256) for b in (1, 16, 64)]
+    ways = [*SAMPLING] if a.sampling else ["greedy", *SAMPLING]
+    for how, dtype, batch in itertools.product(ways, (torch.float32, torch.bfloat16), (1, 16, 64)):
         for full in (False, True):
-            if not full or batch == 1:
-                rows.append(verify(batch, 128256, how, full, bandwidth, a.repeats))
+            if not full or (batch == 1 and how == "greedy"):
+                rows.append(verify(batch, 128256, how, dtype, full, bandwidth, a.repeats))
                 torch.cuda.empty_cache()
     device.check()
     if a.json:

@@ -281,6 +281,26 @@ impl Function {
         })
     }
 
+    /// Allow clusters of more than 8 blocks, which not every GPU of a capability has room for.
+    pub(super) fn allow_large_clusters(self) -> Result<()> {
+        use sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED as LARGE;
+        // SAFETY: the function's module is loaded for as long as its owner lives.
+        named("cuFuncSetAttribute", unsafe { result::function::set_function_attribute(self.handle, LARGE, 1) })
+    }
+
+    /// Clusters of `cluster` blocks that the device runs at once; 0 where it has no room for one.
+    pub(super) fn clusters_at_once(self, block: u32, cluster: u32, shared: u32) -> Result<u32> {
+        let mut attribute = in_clusters(cluster);
+        let config =
+            launch_config((cluster, 1, 1), block, shared, std::ptr::null_mut(), std::slice::from_mut(&mut attribute));
+        let mut count = 0;
+        // SAFETY: the driver reads the configuration and writes the count during the call.
+        named("cuOccupancyMaxActiveClusters", unsafe {
+            sys::cuOccupancyMaxActiveClusters(&raw mut count, self.handle, &raw const config).result()
+        })?;
+        Ok(count.max(0) as u32)
+    }
+
     /// [`launch`](Self::launch) with `shared` bytes of dynamic shared memory for each block.
     ///
     /// # Safety
@@ -309,37 +329,52 @@ impl Function {
         stream: Stream,
         params: &P,
     ) -> Result<()> {
-        use sys::CUlaunchAttributeID::{
-            CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION as CLUSTER,
-            CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION as EARLY,
+        let early = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
         };
-        let attribute = |id, value| sys::CUlaunchAttribute { id, pad: [0; 4], value };
-        let dimension = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: cluster, y: 1, z: 1 };
-        let mut attributes = [
-            attribute(
-                EARLY,
-                sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: i32::from(self.early) },
-            ),
-            attribute(CLUSTER, sys::CUlaunchAttributeValue { clusterDim: dimension }),
-        ];
-        let first = usize::from(!self.early); // attributes that are not wanted are left out
-        let config = sys::CUlaunchConfig {
-            gridDimX: grid.0,
-            gridDimY: grid.1,
-            gridDimZ: grid.2,
-            blockDimX: block,
-            blockDimY: 1,
-            blockDimZ: 1,
-            sharedMemBytes: shared,
-            hStream: stream.handle,
-            attrs: attributes[first..].as_mut_ptr(),
-            numAttrs: u32::from(self.early) + u32::from(cluster > 1),
-        };
+        let mut attributes = [early, in_clusters(cluster)];
+        // Attributes that are not wanted are left out.
+        let wanted = &mut attributes[usize::from(!self.early)..1 + usize::from(cluster > 1)];
+        let config = launch_config(grid, block, shared, stream.handle, wanted);
         let mut arguments = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
         // SAFETY: the driver copies configuration and parameters during the call and writes to neither; the rest is the
         // caller's promise.
         named("cuLaunchKernelEx", unsafe {
             sys::cuLaunchKernelEx(&raw const config, self.handle, arguments.as_mut_ptr(), std::ptr::null_mut()).result()
         })
+    }
+}
+
+/// The attribute of a launch in clusters of `blocks` blocks.
+fn in_clusters(blocks: u32) -> sys::CUlaunchAttribute {
+    let dimension = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: blocks, y: 1, z: 1 };
+    sys::CUlaunchAttribute {
+        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue { clusterDim: dimension },
+    }
+}
+
+/// A launch with these attributes, which it points at.
+fn launch_config(
+    grid: (u32, u32, u32),
+    block: u32,
+    shared: u32,
+    stream: sys::CUstream,
+    attributes: &mut [sys::CUlaunchAttribute],
+) -> sys::CUlaunchConfig {
+    sys::CUlaunchConfig {
+        gridDimX: grid.0,
+        gridDimY: grid.1,
+        gridDimZ: grid.2,
+        blockDimX: block,
+        blockDimY: 1,
+        blockDimZ: 1,
+        sharedMemBytes: shared,
+        hStream: stream,
+        numAttrs: attributes.len() as u32,
+        attrs: attributes.as_mut_ptr(),
     }
 }

@@ -30,6 +30,7 @@ pub(super) const CALLS: &[&str] = &[
     "cuModuleGetFunction",
     "cuModuleUnload",
     "cuFuncSetAttribute",
+    "cuOccupancyMaxActiveClusters",
     "cuLaunchKernelEx",
     "cuTensorMapEncodeTiled",
     "cuMemHostAlloc",

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use super::VerifyOperands;
 use super::check::{length, on_device};
-use super::{VerifyMode, VerifyOperands};
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
 use crate::device::images;
@@ -15,10 +15,20 @@ use crate::overlap::{Operand, Span};
 use crate::round::SamplerConfig;
 use crate::round::weight::{Softmax, min_weight};
 
-/// Largest vocabulary that the kernel draws from: its bitmap of edited tokens lies in shared memory.
+/// Largest vocabulary that the kernel draws from: its ranks hold ids of 18 bits.
 pub const MAX_SAMPLED_VOCAB: usize = 1 << 18;
-/// Longest path of mode full: `FULL_PATH` of the kernel.
-const FULL_PATH: usize = 256;
+/// Threads and warps of a block: `THREADS` and `WARPS` of the kernel.
+const THREADS: u32 = 512;
+const WARPS: usize = THREADS as usize / 32;
+/// Blocks of a request, where the GPU has clusters, in a small batch: as long as all requests run at once.
+const LARGE_CLUSTER: u32 = 16;
+/// In others: every GPU with clusters has those, and they hold a row of a vocabulary of 128k whole. With fewer each pass reads
+/// it again: at 64 requests that was up to 1.25x faster for peaked rows, and up to 1.5x slower for flat ones.
+const CLUSTER: u32 = 8;
+/// Most logits that a warp holds, as the kernel bounds it: with 8 blocks, all of a vocabulary of 128k.
+const PIECE: usize = 1024;
+/// Bytes of shared memory of a block beside the logits: no less than `Shared` and the rest in the kernel.
+const SHARED: u32 = 24 << 10;
 /// 64-bit words of a [`SamplerRow`].
 pub const SAMPLER_ROW_WORDS: usize = size_of::<SamplerRow>() / 8;
 
@@ -90,7 +100,10 @@ impl DeviceSamplers {
 #[derive(Debug)]
 pub struct SampleVerify {
     walk: [Function; 3],
-    full: [Function; 3],
+    /// Requests up to which each has a large cluster; `None` on a GPU without clusters.
+    large: Option<u32>,
+    /// Most logits that a warp holds.
+    most: usize,
     _module: Module,
     context: Arc<Context>,
 }
@@ -98,24 +111,39 @@ pub struct SampleVerify {
 impl SampleVerify {
     /// Load them into `context`, which is current.
     pub(super) fn load(context: Arc<Context>) -> Result<Self> {
-        let module = Module::load(images::select("sample", context.capability())?)?;
+        let image = images::select("sample", context.capability())?;
+        let module = Module::load(image)?;
         let [f32, bf16, f16] = ["sample_walk_f32", "sample_walk_bf16", "sample_walk_f16"].map(|n| module.function(n));
         let walk = [f32?, bf16?, f16?];
-        let [f32, bf16, f16] = ["sample_full_f32", "sample_full_bf16", "sample_full_f16"].map(|n| module.function(n));
-        let full = [f32?, bf16?, f16?];
-        Ok(Self { walk, full, _module: module, context })
+        let room = context.shared_memory()?.0.saturating_sub(SHARED) as usize / (4 * WARPS);
+        let most = PIECE.min(room / 32 * 32);
+        for function in walk {
+            function.allow_shared(shared_bytes(most))?;
+            if image.exact {
+                function.allow_large_clusters()?;
+            }
+        }
+        let large = if image.exact {
+            Some(walk[0].clusters_at_once(THREADS, LARGE_CLUSTER, shared_bytes(PIECE / 2))?)
+        } else {
+            None
+        };
+        Ok(Self { walk, large, most, _module: module, context })
     }
 
-    /// The faster mode for a batch with `nodes` rows of logits: all at once where each has a multiprocessor.
-    pub fn mode(&self, nodes: usize) -> VerifyMode {
-        if nodes <= self.context.multiprocessors() as usize { VerifyMode::Full } else { VerifyMode::Walk }
+    /// Blocks of a request in a batch of `requests`.
+    fn blocks(&self, requests: usize) -> u32 {
+        match self.large {
+            None => 1,
+            Some(most) if requests <= most as usize => LARGE_CLUSTER,
+            Some(_) => CLUSTER,
+        }
     }
 
     /// For each tree: from the root, draw the token of the node's row of logits as
     /// [`Sampler::draw`](crate::host::sample::Sampler::draw) does, go on at the first child that carries it, end where
     /// none does. The result is that of [`Verifier::verify`](crate::host::verify::Verifier::verify), token for token;
-    /// temperature 0 is the argmax. Rows that no walk reaches decide nothing; in mode walk they are not read. Paths of more
-    /// than 256 nodes are walked in either mode.
+    /// temperature 0 is the argmax. Rows that no walk reaches are not read.
     ///
     /// A row on a walk from which nothing can be drawn ends its request's walk: recorded for
     /// [`Device::check`](crate::device::Device::check) as [`Error::NonFinite`](crate::Error::NonFinite) (`target logits`, or
@@ -127,16 +155,10 @@ impl SampleVerify {
     /// [`Error::Mismatch`](crate::Error::Mismatch) for operands that do not fit each other;
     /// [`Error::OutOfRange`](crate::Error::OutOfRange) for a limit that the kernel does not have, such as a vocabulary of
     /// more than [`MAX_SAMPLED_VOCAB`].
-    pub fn launch(
-        &self,
-        stream: Stream,
-        operands: &VerifyOperands<'_>,
-        samplers: &DeviceSamplers,
-        mode: VerifyMode,
-    ) -> Result<()> {
+    pub fn launch(&self, stream: Stream, operands: &VerifyOperands<'_>, samplers: &DeviceSamplers) -> Result<()> {
         let (o, s, context) = (operands, samplers, &self.context);
         let live = o.check(context, &s.spans())?;
-        let (nodes, requests) = (o.logits.rows(), o.lens.len());
+        let requests = o.lens.len();
         in_range("vocabulary", o.logits.columns() as u64, 1, MAX_SAMPLED_VOCAB as i128)?;
         length("sampler rows", s.rows.len(), requests * SAMPLER_ROW_WORDS, true)?;
         length("edit begins", s.edit_begins.len(), requests, true)?;
@@ -158,6 +180,13 @@ impl SampleVerify {
         if requests == 0 {
             return Ok(());
         }
+        let (float, wide) = match o.logits.float() {
+            FloatType::F32 => (0, 4),
+            FloatType::Bf16 => (1, 8),
+            FloatType::F16 => (2, 8),
+        };
+        let blocks = self.blocks(requests);
+        let piece = stretch(o.logits.columns(), wide, blocks).min(self.most);
         let params = SampleParams {
             verify: o.params(context, stream, live)?,
             samplers: s.rows.address(),
@@ -167,20 +196,26 @@ impl SampleVerify {
             edit_biases: s.edit_biases.address(),
             edit_outputs: s.edit_outputs.address(),
             edits: s.edit_tokens.len() as i32,
-            reserved: 0,
+            piece: piece as i32,
         };
-        let float = match o.logits.float() {
-            FloatType::F32 => 0,
-            FloatType::Bf16 => 1,
-            FloatType::F16 => 2,
-        };
-        let full = mode == VerifyMode::Full && nodes > 0 && o.max_path <= FULL_PATH;
-        let (function, grid) = if full { (self.full[float], nodes) } else { (self.walk[float], requests) };
         let _current = context.enter()?;
+        let (function, shared) = (self.walk[float], shared_bytes(piece));
         // SAFETY: the module is loaded for the process and its context is current. Addresses and sizes come from views,
         // whose constructors' callers promised them; the fault record lives as long as the process.
-        unsafe { function.launch((grid as u32, 1, 1), 1024, stream, &params) }
+        unsafe {
+            function.launch_in_clusters((requests as u32 * blocks, 1, 1), THREADS, (shared, blocks), stream, &params)
+        }
     }
+}
+
+/// Logits of a warp's stretch of a row, of `wide` in 16 bytes: `stretch_of` of the kernel.
+fn stretch(vocab: usize, wide: usize, blocks: u32) -> usize {
+    (vocab + wide - 1).div_ceil(blocks as usize * WARPS).next_multiple_of(32)
+}
+
+/// Bytes of a block's dynamic shared memory where each warp holds `piece` logits.
+fn shared_bytes(piece: usize) -> u32 {
+    (4 * WARPS * piece) as u32
 }
 
 #[cfg(test)]

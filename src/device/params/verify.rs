@@ -96,7 +96,7 @@ declare! {
 
         /// Parameters of `cuda/sample.cu`, passed by value.
         SampleParams {
-            /// The trees, their logits and the walks; `row_keys` hold what was drawn at each node.
+            /// The trees, their logits and the walks.
             verify: VerifyParams,
             /// `SamplerRow[requests]`.
             samplers: u64,
@@ -112,8 +112,8 @@ declare! {
             edit_outputs: u64,
             /// Capacity of the arrays of edits.
             edits: i32,
-            /// Zero; keeps the size a multiple of 8.
-            reserved: i32,
+            /// Logits of a row that a warp holds in shared memory; a multiple of 32.
+            piece: i32,
         }
     }
 }

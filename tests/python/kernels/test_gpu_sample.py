@@ -127,7 +127,7 @@ def on_device(samplers) -> list[torch.Tensor]:
     return [torch.from_dlpack(a).to(CUDA) for a in core._device_samplers(samplers).values()]
 
 
-def launch(logits, parents, tokens, lens, samplers, *, live=None, max_path=None, out=None, arrays=None, full=False):
+def launch(logits, parents, tokens, lens, samplers, *, live=None, max_path=None, out=None, arrays=None):
     """Verify on the device; the outputs."""
     sizes = [len(p) for p in parents]
     offsets = i32([0, *itertools.accumulate(sizes)])
@@ -145,15 +145,14 @@ def launch(logits, parents, tokens, lens, samplers, *, live=None, max_path=None,
         samplers=named(SamplerArrays, arrays or on_device(samplers)),
         accepts=out.accepts(),
         scratch=out.scratch,
-        full=full,
+        full=False,
         stream=stream(),
     )
     return out
 
 
 def check(logits, parents, tokens, lens, samplers) -> tuple[list[list[int]], list[list[int]]]:
-    """Host and device agree in every entry of every output, in both modes."""
-    agree(launch(logits, parents, tokens, lens, samplers, full=True), logits, parents, tokens, lens, samplers)
+    """Host and device agree in every entry of every output."""
     return agree(launch(logits, parents, tokens, lens, samplers), logits, parents, tokens, lens, samplers)
 
 
@@ -232,6 +231,85 @@ def test_half_precision(dtype: torch.dtype, vocab: int) -> None:
         samplers = [sampler(rng, vocab, parameters(rng, vocab)) for _ in range(24)]
         samplers = [s if survives(s, r) else plain(rng, vocab) for s, r in zip(samplers, logits.float().cpu())]  # noqa: B905
         check(logits, [[-1]] * 24, [[0]] * 24, [rng.randrange(1000) for _ in range(24)], samplers)
+
+
+def blocks_of(vocab: int) -> list[list[int]]:
+    """First and last ids of the parts that a group of 1, 2, 4, 8 or 16 blocks cuts a row into, warp by warp."""
+    parts = []
+    for blocks in (1, 2, 4, 8, 16):
+        size = math.ceil(math.ceil((vocab + 3) / (blocks * 16)) / 32) * 32
+        parts.append([*range(0, vocab, size), *range(size - 1, vocab - 1, size)])
+    return parts
+
+
+@pytest.mark.parametrize("batch", [1, 7, 8, 15, 31, 63, 70, 140])
+def test_a_row_in_any_number_of_blocks(batch: int) -> None:
+    """Groups of every size draw alike; the vocabulary is no multiple of their parts, or smaller than they are many."""
+    for vocab in (5, 700, 16411, 100_003):
+        rng = random.Random(f"{batch} {vocab}")
+        for kind in ("normal", "ties", "nearly flat"):
+            logits = LOGITS[kind](rng, batch, vocab)
+            samplers = [plain(rng, vocab) for _ in range(batch)]
+            check(logits, [[-1]] * batch, [[0]] * batch, [rng.randrange(1000) for _ in range(batch)], samplers)
+
+
+@pytest.mark.parametrize("batch", [1, 12, 24, 60])
+def test_tokens_and_edits_at_the_borders_of_parts(batch: int) -> None:
+    """The kept tokens, their ties and their edits lie where one part of a row ends and the next begins."""
+    vocab = 32_003
+    for edges in blocks_of(vocab):
+        rng = random.Random(edges[-1])
+        logits = normal(rng, batch, vocab, 1)
+        logits[:, edges] = 9.0
+        bias = {t: rng.choice([0.5, -0.5, -math.inf]) for t in edges[1::3]}
+        ways: list[Json] = [
+            {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}, {"temperature": 1.0, "top_k": len(edges) // 2},
+            {"temperature": 1.0, "top_p": 0.7, "logit_bias": bias}, {"temperature": 0.0, "logit_bias": bias},
+            {"temperature": 2.0, "top_k": 5, "presence_penalty": 0.3, "logit_bias": bias},
+        ]  # fmt: skip
+        samplers = [core.Sampler(vocab, edges[:9], **rng.choice(ways), seed=i) for i in range(batch)]
+        check(logits, [[-1]] * batch, [[0]] * batch, list(range(batch)), samplers)
+
+
+@pytest.mark.parametrize("batch", [1, 20, 64])
+def test_more_candidates_than_are_sorted(batch: int) -> None:
+    """A nucleus, or the k best, of more tokens than the kernel sorts, with few or many of them at its end."""
+    vocab = 70_001
+    for most in (511, 512, 513, 1024, 20_000):
+        rng = random.Random(most)
+        for end in (1, 2000):
+            logits = normal(rng, batch, vocab, 1e-3) - 20
+            logits[:, torch.randperm(vocab, device=CUDA)[:most]] += 20
+            logits[:, torch.randperm(vocab, device=CUDA)[:end]] = -0.01
+            ways: list[Json] = [{"top_k": most}, {"top_p": 0.999}, {"top_k": most + 1, "top_p": 0.9}, {"top_p": 0.5}]
+            samplers = [core.Sampler(vocab, [], temperature=1.0, **ways[i % 4], seed=i + most) for i in range(batch)]
+            check(logits, [[-1]] * batch, [[0]] * batch, list(range(batch)), samplers)
+
+
+@pytest.mark.parametrize("batch", [1, 20, 64])
+def test_a_mask_of_nearly_all_tokens(batch: int) -> None:
+    """Edits of a grammar: all tokens but a few are forbidden."""
+    vocab = 50_021
+    rng = random.Random(batch)
+    logits = normal(rng, batch, vocab, 3)
+    samplers = []
+    for i in range(batch):
+        free = {rng.randrange(vocab) for _ in range(1 + i % 40)}
+        bias = {t: -math.inf for t in range(vocab) if t not in free}
+        samplers.append(core.Sampler(vocab, [1, 2], temperature=1.0, top_p=0.9, seed=i, logit_bias=bias))
+    check(logits, [[-1]] * batch, [[0]] * batch, list(range(batch)), samplers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_begin_anywhere(dtype: torch.dtype) -> None:
+    """Rows at any alignment of their elements."""
+    vocab, batch = 4099, 9
+    rng = random.Random(4)
+    wide = normal(rng, 1, batch * vocab + 8, 2)[0].to(dtype)
+    samplers = [sampler(rng, vocab, {"temperature": 1.0, "top_p": 0.9, "seed": i}) for i in range(batch)]
+    for shift in range(8):
+        logits = wide[shift : shift + batch * vocab].view(batch, vocab)
+        check(logits, [[-1]] * batch, [[0]] * batch, list(range(batch)), samplers)
 
 
 def grown_tree(rng: random.Random, s: core.Sampler, rows: torch.Tensor, length: int) -> tuple[list[int], list[int]]:
@@ -320,8 +398,7 @@ def test_a_chain_of_drafts_is_accepted_as_far_as_plain_decoding_goes() -> None:
         assert paths == [list(range(right + 1))] and drawn == [path[: right + 1]]
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_rows_that_no_walk_reaches_decide_nothing(full: bool) -> None:
+def test_rows_that_no_walk_reaches_decide_nothing() -> None:
     """Rows of NaN beside the path, behind the batch, and of a dead request."""
     vocab = 513
     rng = random.Random(0)
@@ -341,21 +418,20 @@ def test_rows_that_no_walk_reaches_decide_nothing(full: bool) -> None:
         samplers=named(SamplerArrays, on_device([s])),
         accepts=out.accepts(),
         scratch=out.scratch,
-        full=full,
+        full=False,
         stream=stream(),
     )
     assert out.tokens.tolist() == [token, -1, -1, -1]
     assert out.faults.tolist() == [0]
 
 
-@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("live", [0, 1, 2, 3])
-def test_dead_requests_of_a_static_batch(live: int, full: bool) -> None:
+def test_dead_requests_of_a_static_batch(live: int) -> None:
     vocab = 100
     logits = torch.full((3, vocab), math.nan, device=CUDA)
     logits[:live] = normal(random.Random(live), live, vocab, 1)
     samplers = [core.Sampler(vocab, [], temperature=1.0, seed=i) for i in range(3)]
-    out = launch(logits, [[-1]] * 3, [[0]] * 3, [5, 6, 7], samplers, live=i32([9, 9, live]), full=full)
+    out = launch(logits, [[-1]] * 3, [[0]] * 3, [5, 6, 7], samplers, live=i32([9, 9, live]))
     want = [samplers[i].draw(logits[i].cpu(), 6 + i) for i in range(live)]
     assert out.offsets.tolist() == [*range(live), *[live] * (4 - live)]
     assert out.tokens.tolist() == want + [-1] * (3 - live)
@@ -426,15 +502,14 @@ def test_edits_that_leave_nothing_are_named() -> None:
         ("tokens", 3, -1, "edits (tokens)", -1, 50),
     ],
 )
-@pytest.mark.parametrize("full", [False, True])
-def test_edits_outside_their_arrays_leave_their_request_out(which, at, bad, buffer, index, bound, full) -> None:
+def test_edits_outside_their_arrays_leave_their_request_out(which, at, bad, buffer, index, bound) -> None:
     vocab = 50
     logits = normal(random.Random(1), 3, vocab, 1)
     samplers = [core.Sampler(vocab, [], temperature=1.0, seed=i, logit_bias={3: 1.0, 9: 2.0}) for i in range(2)]
     samplers.append(core.Sampler(vocab, [], temperature=1.0, seed=9))
     arrays = on_device(samplers)
     arrays[{"begins": 1, "counts": 2, "tokens": 3}[which]][at] = bad
-    out = launch(logits, [[-1]] * 3, [[0]] * 3, [5, 6, 7], samplers, arrays=arrays, full=full)
+    out = launch(logits, [[-1]] * 3, [[0]] * 3, [5, 6, 7], samplers, arrays=arrays)
     torch.cuda.synchronize()
     with pytest.raises(specrs.OutOfBoundsError) as e:
         device.check()
@@ -446,8 +521,7 @@ def test_edits_outside_their_arrays_leave_their_request_out(which, at, bad, buff
     assert out.roots.tolist() == [want[0], 0, want[1]]
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_a_path_longer_than_its_room_ends_early(full: bool) -> None:
+def test_a_path_longer_than_its_room_ends_early() -> None:
     vocab = 64
     rng = random.Random(2)
     rows = normal(rng, 4, vocab, 1)
@@ -455,7 +529,7 @@ def test_a_path_longer_than_its_room_ends_early(full: bool) -> None:
     path: list[int] = []
     for i in range(4):
         path.append(s.draw(rows[i].cpu(), 5 + i, path))
-    out = launch(rows, [[-1, 0, 1, 2]], [[0, *path[:3]]], [4], [s], max_path=2, full=full)
+    out = launch(rows, [[-1, 0, 1, 2]], [[0, *path[:3]]], [4], [s], max_path=2)
     torch.cuda.synchronize()
     with pytest.raises(specrs.OutOfBoundsError) as e:
         device.check()
@@ -472,15 +546,14 @@ def test_repeats_are_equal_under_a_stream_that_hogs_the_gpu() -> None:
     first = launch(logits, [[-1]] * batch, [[0]] * batch, [1] * batch, samplers, arrays=arrays).tokens.tolist()
     a = torch.randn(2048, 2048, device=CUDA)
     side = torch.cuda.Stream()
-    for i in range(100):
+    for _ in range(100):
         with torch.cuda.stream(side):
             a = (a @ a).clamp(-1, 1)
-        again = launch(logits, [[-1]] * batch, [[0]] * batch, [1] * batch, samplers, arrays=arrays, full=i % 2 == 1)
+        again = launch(logits, [[-1]] * batch, [[0]] * batch, [1] * batch, samplers, arrays=arrays)
         assert again.tokens.tolist() == first
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_graph_replays_read_the_contents_of_their_time(full: bool) -> None:
+def test_graph_replays_read_the_contents_of_their_time() -> None:
     vocab, batch = 5000, 3
     rng = random.Random(12)
     logits = torch.zeros(batch, vocab, device=CUDA)
@@ -494,7 +567,7 @@ def test_graph_replays_read_the_contents_of_their_time(full: bool) -> None:
     with torch.cuda.graph(graph):
         core._device_sample_verify(
             logits=logits, trees=trees, lens=lens, live=None, max_nodes=1, max_path=1,
-            samplers=named(SamplerArrays, arrays), accepts=out.accepts(), scratch=out.scratch, full=full,
+            samplers=named(SamplerArrays, arrays), accepts=out.accepts(), scratch=out.scratch, full=False,
             stream=stream(),
         )  # fmt: skip
     assert out.tokens.tolist() == [POISON] * batch
