@@ -1874,7 +1874,7 @@ def _device_sample_verify(
     stream: _Stream,
 ) -> None:
     """Sampling verification: as `_device_verify_greedy`, by what tokens are drawn by, `samplers` (`SamplerArrays`).
-    `full` changes nothing: many blocks share each row, so that walks alone are the fastest for any batch.
+    `full` changes nothing: rows are read along the walks alone.
     """
 
 def _device_plan(

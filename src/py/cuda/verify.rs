@@ -102,7 +102,7 @@ fn _device_samplers<'py>(py: Python<'py>, samplers: Vec<Bound<'py, Sampler>>) ->
 }
 
 /// Sampling verification: as `_device_verify_greedy`, by what tokens are drawn by, `samplers` (`SamplerArrays`). `full` changes
-/// nothing: many blocks share each row, so that walks alone are the fastest for any batch.
+/// nothing: rows are read along the walks alone.
 #[pyfunction]
 #[pyo3(signature = (*, logits, trees, lens, live, max_nodes, max_path, samplers, accepts, scratch, full, stream))]
 #[allow(clippy::too_many_arguments, reason = "operands, passed by name")]
