@@ -165,7 +165,7 @@ def verification(r: Round, logits: torch.Tensor) -> dict[str, Callable[[], objec
         core._device_verify_greedy(**common, scratch=scratch[name], full=full, stream=stream())
 
     def sampled() -> None:
-        core._device_sample_verify(**common, samplers=by, scratch=scratch["s"], full=False, stream=stream())
+        core._device_sample_verify(**common, samplers=by, scratch=scratch["s"], stream=stream())
 
     return {
         "sampled": sampled,

@@ -161,7 +161,7 @@ def verify(batch: int, vocab: int, how: str, dtype: torch.dtype, full: bool, ban
             logits = v.logits[i % len(v.logits)]
             core._device_sample_verify(
                 logits=logits, trees=trees, lens=v.lens, live=None, max_nodes=NODES, max_path=NODES, samplers=drawn_by,
-                accepts=v.accepts, scratch=v.scratch, full=False, stream=stream(),
+                accepts=v.accepts, scratch=v.scratch, stream=stream(),
             )  # fmt: skip
 
     def drawn(depth: int) -> torch.Tensor:

@@ -1870,11 +1870,10 @@ def _device_sample_verify(
     samplers: SamplerArrays,
     accepts: AcceptArrays,
     scratch: _Tensor,
-    full: bool,
     stream: _Stream,
 ) -> None:
-    """Sampling verification: as `_device_verify_greedy`, by what tokens are drawn by, `samplers` (`SamplerArrays`).
-    `full` changes nothing: rows are read along the walks alone.
+    """Sampling verification: as `_device_verify_greedy`, by what tokens are drawn by, `samplers` (`SamplerArrays`), and
+    always along the walks alone.
     """
 
 def _device_plan(

@@ -101,10 +101,10 @@ fn _device_samplers<'py>(py: Python<'py>, samplers: Vec<Bound<'py, Sampler>>) ->
     Ok(by_name)
 }
 
-/// Sampling verification: as `_device_verify_greedy`, by what tokens are drawn by, `samplers` (`SamplerArrays`). `full` changes
-/// nothing: rows are read along the walks alone.
+/// Sampling verification: as `_device_verify_greedy`, by what tokens are drawn by, `samplers` (`SamplerArrays`), and
+/// always along the walks alone.
 #[pyfunction]
-#[pyo3(signature = (*, logits, trees, lens, live, max_nodes, max_path, samplers, accepts, scratch, full, stream))]
+#[pyo3(signature = (*, logits, trees, lens, live, max_nodes, max_path, samplers, accepts, scratch, stream))]
 #[allow(clippy::too_many_arguments, reason = "operands, passed by name")]
 fn _device_sample_verify<'py>(
     py: Python<'py>,
@@ -117,10 +117,8 @@ fn _device_sample_verify<'py>(
     samplers: SamplerArrays<'py>,
     accepts: AcceptArrays<'py>,
     scratch: Arg<'_, 'py>,
-    full: bool,
     stream: StreamArg,
 ) -> PyResult<()> {
-    let _ = full;
     let (max_nodes, max_path) = (max_nodes.usize("max_nodes")?, max_path.usize("max_path")?);
     let mut call = Operands::named();
     let (logits, lens, live) = (call.reads("logits", logits), call.reads("lens", lens), call.reads("live", live));

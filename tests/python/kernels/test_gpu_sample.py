@@ -145,7 +145,6 @@ def launch(logits, parents, tokens, lens, samplers, *, live=None, max_path=None,
         samplers=named(SamplerArrays, arrays or on_device(samplers)),
         accepts=out.accepts(),
         scratch=out.scratch,
-        full=False,
         stream=stream(),
     )
     return out
@@ -418,7 +417,6 @@ def test_rows_that_no_walk_reaches_decide_nothing() -> None:
         samplers=named(SamplerArrays, on_device([s])),
         accepts=out.accepts(),
         scratch=out.scratch,
-        full=False,
         stream=stream(),
     )
     assert out.tokens.tolist() == [token, -1, -1, -1]
@@ -567,7 +565,7 @@ def test_graph_replays_read_the_contents_of_their_time() -> None:
     with torch.cuda.graph(graph):
         core._device_sample_verify(
             logits=logits, trees=trees, lens=lens, live=None, max_nodes=1, max_path=1,
-            samplers=named(SamplerArrays, arrays), accepts=out.accepts(), scratch=out.scratch, full=False,
+            samplers=named(SamplerArrays, arrays), accepts=out.accepts(), scratch=out.scratch,
             stream=stream(),
         )  # fmt: skip
     assert out.tokens.tolist() == [POISON] * batch

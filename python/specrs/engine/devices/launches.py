@@ -305,16 +305,17 @@ class Launches:
         given, stream, nodes = self._memory.given, self._m.dense.stream, most_nodes(self._shape, variant.levels)
         scratch = self._scratch[variant.levels, variant.edits is not None, variant.trees]
         path = self._memory.paths[variant.trees] if variant.levels else 1
-        trees, accepts, full = self._verified(variant), self._accepts[path], self.batch * nodes <= self._processors
+        trees, accepts = self._verified(variant), self._accepts[path]
         if variant.edits is None:
             core._device_verify_greedy(
                 logits=logits, trees=trees, lens=given["lens"], live=given["live"], max_nodes=nodes,
-                max_path=path, accepts=accepts, scratch=scratch, full=full, stream=stream,
+                max_path=path, accepts=accepts, scratch=scratch, full=self.batch * nodes <= self._processors,
+                stream=stream,
             )  # fmt: skip
             return
         core._device_sample_verify(
             logits=logits, trees=trees, lens=given["lens"], live=given["live"], max_nodes=nodes, max_path=path,
-            samplers=self._given.samplers[variant.edits], accepts=accepts, scratch=scratch, full=full, stream=stream,
+            samplers=self._given.samplers[variant.edits], accepts=accepts, scratch=scratch, stream=stream,
         )  # fmt: skip
 
     def _commit(self, variant: Variant) -> None:
