@@ -94,8 +94,8 @@ class Flight:
             return
         if not stays or self.closed or len(self.rounds) > 1:
             return
-        plan = drafting.behind(self.plan, self.batch()[0])
-        most = 0 if plan is None else last.ahead
+        most = last.ahead
+        plan = drafting.behind(self.plan, self.batch()[0]) if most else None
         while plan is not None and most:
             try:
                 self.lease.renew(self.reach(most))
