@@ -572,7 +572,8 @@ class Plan:
     def attending_from(self, starts: _List[SupportsIndex]) -> Plan:
         """Returns the same plan, except that live request i attends only its positions from `starts[i]` on: for a
         draft model that began in the midst of a request and never wrote the KV before. Each start is a multiple of
-        the page size and at most the request's prefix. Positions do not change. The plan must be of format
+        the page size and at most the request's prefix. A request whose prefix is 0 begins there whatever its start
+        is: all of its queries are behind the context wall. Positions do not change. The plan must be of format
         `"native"`.
         """
 
@@ -1872,8 +1873,8 @@ def _device_sample_verify(
     scratch: _Tensor,
     stream: _Stream,
 ) -> None:
-    """Sampling verification: as `_device_verify_greedy`, by what tokens are drawn by, `samplers` (`SamplerArrays`), and
-    always along the walks alone.
+    """Sampling verification: as `_device_verify_greedy`, by what tokens are drawn by, `samplers` (`SamplerArrays`),
+    and always along the walks alone.
     """
 
 def _device_plan(

@@ -112,9 +112,13 @@ def test_a_request_without_a_prefix_begins_at_its_first_page() -> None:
     """A draft step behind the context wall states no prefix, and its first page is that of the steps before."""
     shape, rng = SHAPES[0], random.Random(7)
     cache = Cache(shape, 40, rng)
-    requests = [Request(cache.store(tokens(shape, 5, i)), 0, tokens(shape, 5, 9 + i).q, None, 0) for i in range(2)]
+    requests = [
+        Request(cache.store(tokens(shape, length + 5, i)), length, tokens(shape, 5, 9 + i).q, None, first)
+        for i, (length, first) in enumerate([(45, 2), (0, 0)])
+    ]
     want = attended(cache, requests)
-    launch = Launch(cache, [requests[0], replace(requests[1], first=2)]).prepare()
+    launch = Launch(cache, requests).prepare()
+    launch.arrays["first_pages"][1] = 2
     got = launch.live(launch.run())
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
