@@ -543,7 +543,7 @@ def test_levels_change_within_a_flight(world: World, level: Level, monkeypatch: 
         job = work(rng, 8, penalties=0.0)
         check(world, job, run(llm, job))
         idle(llm)
-    assert device.changed > 10, device
+    assert device.changed > 2, device
 
 
 @pytest.mark.parametrize("level", LEVELS)
