@@ -23,7 +23,7 @@ const WARPS: usize = THREADS as usize / 32;
 /// Blocks of a request, where the GPU has clusters, in a small batch: as long as all requests run at once.
 const LARGE_CLUSTER: u32 = 16;
 /// In others: every GPU with clusters has those, and they hold a row of a vocabulary of 128k whole. With fewer each pass reads
-/// it again: at 64 requests that was up to 1.25x faster for peaked rows, and up to 1.5x slower for flat ones.
+/// it again, which was faster for peaked rows of 64 requests, and slower for flat ones.
 const CLUSTER: u32 = 8;
 /// Most logits that a warp holds, as the kernel bounds it: with 8 blocks, all of a vocabulary of 128k.
 const PIECE: usize = 1024;

@@ -341,7 +341,8 @@ class CudaExecutor(HostExecutor):
         if self._table.upload(self._dense.stream, rows)[3]:
             return None  # the upload would store whole rows, which rounds in flight change
         bucket, variant = verified.bucket, replace(verified.variant, loop=False)
-        variant = replace(variant, levels=levels, follow=levels > 0)
+        if variant.levels:  # else there are no roots to draft from
+            variant = replace(variant, levels=levels, follow=levels > 0)
         variant = replace(variant, loop=bucket.loops(variant))
         number = bucket.again(variant, rounds)
         return LaunchedRound(verified.batch, bucket, number, variant, verified.seats)

@@ -198,8 +198,8 @@ class Executor(Protocol):
         """Launch up to ``rounds`` rounds behind this one. Their pages are leased.
 
         Args:
-            levels: levels of the head's drafts; 0 without drafts. This round may have other levels, but not 0 if those
-                behind it draft.
+            levels: levels of the head's drafts; 0 without drafts. This round may have others. Behind a round without
+                drafts, none is drafted.
 
         Returns:
             The first of the new rounds; ``None`` if it cannot be launched now.
