@@ -20,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/python"))
@@ -35,15 +36,15 @@ from gate_texts import KINDS
 from specrs import LLM, SamplingParams, assets
 from specrs.engine.devices.host import Entries
 from specrs.engine.drafting.chooser import TAIL, Kind, TreePolicy
-from specrs.engine.drafting.costs import Costs, PassCost
-from specrs.engine.drafting.levels import most_nodes
+from specrs.engine.drafting.levels import costs_of_rounds
 from specrs.models.acceptance import read_acceptance
 
-# Milliseconds on an H100: a plain round, one with one level of drafts, and each further level.
-PLAIN, SHALLOW, LEVEL = 0.42, 0.575, 0.085
-# The host's part in a round, the more that it does for a round behind no other, and passes over a prompt and of a head
-# that begins behind a prompt or later.
-HOST, PLANNED, PROMPT, ENTER, RESUME = 0.17, 0.25, 3.5, 0.137, 0.68
+# Milliseconds on an H100 (part "rounds" of `gpu/first.py`): rounds by the levels of their drafts.
+ROUNDS = {0: 0.375, 1: 0.52, 3: 0.78, 6: 0.96}
+# A prompt, and passes of a head that begins behind a prompt or later.
+PROMPT, ENTER, RESUME = 1.7, 0.15, 0.68
+# The host's part: in a round, the more that it does for a round behind no other and for a head that begins.
+HOST, PLANNED, BEGUN = 0.17, 0.42, 0.3
 
 
 class Clock:
@@ -68,7 +69,7 @@ CLOCK = Clock()
 
 def price(levels: int) -> float:
     """Milliseconds of a round."""
-    return SHALLOW + (levels - 1) * LEVEL if levels else PLAIN
+    return float(np.interp(levels, list(ROUNDS), list(ROUNDS.values())))
 
 
 class Drafts(world.DeviceDrafts):
@@ -77,6 +78,7 @@ class Drafts(world.DeviceDrafts):
     def extend(self, requests: Any) -> Any:
         for r in requests:
             if r.lag:
+                CLOCK.host += BEGUN
                 CLOCK.launch(ENTER if Entries(r, r.head.end, r.lag).kept else RESUME)
         return super().extend(requests)
 
@@ -89,11 +91,8 @@ class Priced(world.Device):
 
     def policy(self, pages: Any) -> TreePolicy:
         shape = self.planner.geometry.shape
-        plain, extend, step, enter, resume = (x / 1e3 for x in (PLAIN, SHALLOW - PLAIN, LEVEL, ENTER, RESUME))
-        costs = Costs(
-            PassCost([1, most_nodes(shape, shape.steps)], [plain, plain]), PassCost([1], [step]),
-            PassCost([1], [extend]), PassCost([1], [enter]), PassCost([1], [resume]),
-        )  # fmt: skip
+        rounds = {levels: ms / 1e3 for levels, ms in ROUNDS.items()}
+        costs = costs_of_rounds(shape, {1: rounds}, ENTER / 1e3, RESUME / 1e3)
         return TreePolicy(costs, kinds(shape.steps), tail=TAIL)
 
     def prefill(self, *args: Any) -> Any:

@@ -4,11 +4,13 @@
 what a new engine takes to make its graphs is in it. "mix": one engine and all kinds of text, in orders that differ; a
 kind's ratio is the median over the orders. Its graphs are there, made by other requests, and what it learnt is not:
 each order begins with the budget and the guesses of a new engine. "batch": likewise, 8 requests at once, by the time
-to the end of the last one, and by the mean time to the end of a request. Whole requests, prompt included. Tokens must
-be equal.
+to the end of the last one, and by the mean time to the end of a request. "queue": likewise, all requests at once to an
+engine that runs 8, their lengths from half to one and a half of the given one, by the time to the end of the last one.
+Whole requests, prompt included. Tokens must be equal. "rounds": microseconds of a round behind a like one, by the
+levels of its drafts, and to the first token; medians over the requests of "mix" (prices of `gate_flights.py`).
 
     python benches/gpu/first.py [--json FILE] [--lengths 64,128,256] [--orders 4] [--temperatures 0,1]
-        [--parts first,mix,batch]
+        [--parts first,rounds,mix,batch,queue]
 """
 
 from __future__ import annotations
@@ -87,6 +89,34 @@ class Pair:
         return plain, took, outputs, want
 
 
+def rounds_of(pair: Pair, prompts: list[tuple[str, int, str]], temperature: float) -> dict[str, float]:
+    """Return median microseconds of rounds behind a like one by their levels, and to the first token."""
+    pair.anew()
+    llm = pair.default
+    assert llm is not None
+    drafting, times, firsts = llm._runner.drafting, dict[str, list[float]](), list[float]()
+    observe, before = drafting.observe, (-1, 0.0)
+
+    def observed(outcome: Any) -> None:
+        nonlocal before
+        levels, now = outcome.plan.levels if outcome.plan.head else 0, time.perf_counter()
+        if before[0] == levels:
+            times.setdefault(str(levels), []).append(now - before[1])
+        observe(outcome)
+        before = levels, now
+
+    drafting.observe = observed  # type: ignore[method-assign]
+    for _, seed, text in prompts:
+        before = -1, 0.0
+        run(llm, [(text, 64, temperature, seed)])
+        firsts.append(run(llm, [(text, 1, temperature, seed)])[0])
+    del drafting.observe  # type: ignore[attr-defined]
+    found = {levels: statistics.median(each) for levels, each in sorted(times.items())}
+    return {
+        name: round(1e6 * seconds) for name, seconds in (found | {"first_token": statistics.median(firsts)}).items()
+    }
+
+
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -94,7 +124,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="64,128,256")
     parser.add_argument("--orders", type=int, default=4)
     parser.add_argument("--temperatures", default="0,1")
-    parser.add_argument("--parts", default="first,mix,batch")
+    parser.add_argument("--parts", default="first,rounds,mix,batch,queue")
     args = parser.parse_args()
     parts = args.parts.split(",")
     lengths, temperatures = [int(n) for n in args.lengths.split(",")], [float(t) for t in args.temperatures.split(",")]
@@ -120,7 +150,25 @@ def main() -> None:
                 requests=[round(r, 2) for r in ratios], tokens_a_round=round(tokens / rounds, 2),
             )  # fmt: skip
     prompts = [(kind, seed, text) for kind, some in KINDS.items() for seed, text in enumerate(some)]
-    for name, pair in (("mix", one), ("batch", Pair(8))):
+    eight = Pair(8)
+    for temperature in temperatures if "rounds" in parts else ():
+        told(f"rounds, T={temperature:g}, us by levels", **rounds_of(one, prompts, temperature))
+    for temperature in temperatures if "queue" in parts else ():
+        for length in lengths[:: len(lengths) - 1 or 1]:
+            ratios = []
+            for turn in range(args.orders):
+                random.Random(turn).shuffle(order := list(prompts))
+                eight.anew()
+                lens = [random.Random(100 * turn + i).randint(length // 2, length * 3 // 2) for i in range(len(order))]
+                plain, took, *_ = eight.both(
+                    [(text, n, temperature, s) for (_, s, text), n in zip(order, lens, strict=True)]
+                )
+                ratios.append(plain / took)
+            told(
+                f"queue, all kinds, T={temperature:g}, {length} tokens",
+                ratio=round(statistics.median(ratios), 3), orders=[round(r, 3) for r in ratios],
+            )  # fmt: skip
+    for name, pair in (("mix", one), ("batch", eight)):
         for temperature in temperatures if name in parts else ():
             for length in lengths[:: len(lengths) - 1 or 1]:
                 found: dict[str, list[float]] = {}

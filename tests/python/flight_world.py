@@ -388,10 +388,8 @@ class Device(HostExecutor):
         else:
             trees = core.TreeBatch.from_parents([[-1]] * len(seats), [[seat.root] for seat in seats])
             plan = self.planner.decode(seqs, lens)
-        tokens = from_dlpack(trees.tokens)
-        memory = self.target.features
-        features = memory.rows(len(tokens)) if run.follow and memory is not None else None
-        logits = self._logits(tokens, plan, features, None).clone()
+        logits, features = self._logits(from_dlpack(trees.tokens), plan, run.follow, None)
+        logits = logits.clone()
         accepts = core.verify(trees, logits, [seat.sampler for seat in seats], lens)
         paths, drawn, faulty = accepts.paths, accepts.tokens, [e is not None for e in accepts.errors]
         starts = list(accumulate(trees.sizes, initial=0))
@@ -526,14 +524,12 @@ class DeviceDrafts(HostDrafts):
         pass shows that its KV has the bits that are there."""
         for r in requests:
             if r.lag and not Entries(r, r.head.end, r.lag).kept:
-                device, start, memory = self._device, r.head.end, self._device.target.features
-                assert memory is not None
-                features = memory.rows(r.lag)
+                device, start = self._device, r.head.end
                 before = device.cache.tensor.clone()
                 plan = self._planner.extend([r.seq], [start], [r.lag])
-                device._logits(
-                    torch.tensor(r.tokens[start : r.committed]), plan, features, torch.tensor([], dtype=torch.int64)
-                )
+                tokens, none = torch.tensor(r.tokens[start : r.committed]), torch.tensor([], dtype=torch.int64)
+                _, features = device._logits(tokens, plan, True, none)
+                assert features is not None
                 assert torch.equal(before.view(torch.uint8), device.cache.tensor.view(torch.uint8))
                 r.head.features = KeptFeatures.of_pass(start, Features(features, range(r.lag)))
                 device.told.recalled += r.lag

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from specrs.engine.drafting.budget import RATE, request_bucket
 from specrs.engine.drafting.chooser import Kind, Share, TreePolicy
 from specrs.engine.drafting.costs import HOSTED, PLAIN, SPECULATIVE, Costs, Overheads, Pace, PassCost
 from specrs.engine.drafting.decisions import Drafting
-from specrs.engine.drafting.levels import most_nodes
+from specrs.engine.drafting.levels import costs_of_rounds, drafted_levels, most_nodes, round_seconds
 from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
 from specrs.models.acceptance import HEATS, UNKNOWN
 
@@ -268,6 +269,49 @@ def test_a_round_behind_gets_other_levels_or_none() -> None:
     again: Any = speculation.behind(shallow, side)  # type: ignore[arg-type]
     assert again.levels > 1 and again.steps == again.levels - 1
     assert speculation.behind(none, side) is None  # type: ignore[arg-type]  # the head has to catch up
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_rounds_in_flight_risk_no_more_together_than_one_round(size: int) -> None:
+    """The round in flight may lose all its drafts, before anybody has paid; one with a level each is always tried."""
+    seen = set()
+    for left in (0.3, 0.6, 1.0, 1.5, 2.0, 3.0, 5.0, 9.0, 16.0):
+        speculation, side = tree(), Side([request(i) for i in range(size)])
+        policy = speculation.policy
+        for r in side:
+            speculation.account(r).request.left = speculation.account(r).engine.left = left
+        plan = speculation.plan(side)  # type: ignore[arg-type]
+        if plan.head != [True] * size:
+            continue
+        speculation.start(plan)
+        behind: Any = speculation.behind(plan, side)  # type: ignore[arg-type]
+        lost = [
+            policy.lost(size, size, round_seconds(SHAPE, policy.costs, size, each.levels)) / size
+            for each in (plan, behind)
+            if each.levels
+        ]
+        assert behind.levels <= 1 or sum(lost) <= left
+        seen.add((plan.levels, behind.levels))
+    assert {(3, 3), (3, 1), (1, 1)} <= seen
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 32), (1, 5, 6), (8, 2, 64), (4, 1, 5), (8, 6, 64)])
+def test_costs_of_passes_explain_the_rounds_that_were_measured(shape: tuple[int, int, int]) -> None:
+    """Rows of deep trees cost more than those of one level: by draft steps alone middle depths would be too cheap."""
+    shape_, rng = TreeShape(*shape), random.Random(str(shape))
+    tried = sorted(drafted_levels(shape_))
+    for _ in range(50):
+        extend, step, rows = rng.random(), rng.random(), rng.random()
+        measured = {1: {0: 1.0}}
+        for levels in tried:
+            more = rows * math.sqrt(most_nodes(shape_, levels))  # a pass takes the less for a row, the more rows it has
+            measured[1][levels] = 1.0 + extend + (levels - 1) * step + more
+        costs = costs_of_rounds(shape_, measured, 0.25, 0.75)
+        overhead = costs.overhead.at(SPECULATIVE)
+        for levels in tried:
+            assert round_seconds(shape_, costs, 1, levels) - overhead == pytest.approx(measured[1][levels])
+        assert costs.target.at(1) == 1.0
+        assert (costs.enter.at(40), costs.resume.at(40)) == (0.25, 0.75)
 
 
 def test_a_round_behind_waits_where_some_of_a_batch_cannot_pay() -> None:

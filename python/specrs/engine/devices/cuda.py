@@ -29,11 +29,19 @@ from specrs.engine.devices.graphs import Bucket
 from specrs.engine.devices.host import Entries, HostDrafted, HostDrafts, HostExecutor, Root
 from specrs.engine.devices.launched import AskedRound, DeviceRoot, LaunchedRound
 from specrs.engine.devices.launches import Variant
-from specrs.engine.devices.memory import Activations, Models, Roots, buckets, entering, longest_path
+from specrs.engine.devices.memory import Activations, Models, Roots, buckets, entering, longest_path, prompt_sizes
 from specrs.engine.devices.memory_plan import attention_bytes, attention_of
+from specrs.engine.devices.prompt_pass import prompt_passes
 from specrs.engine.drafting.chooser import TAIL, Kind, TreePolicy
 from specrs.engine.drafting.costs import Costs, Pace, PassCost
-from specrs.engine.drafting.levels import drafted_levels, levels_for, most_nodes, tiers, united_levels
+from specrs.engine.drafting.levels import (
+    costs_of_rounds,
+    drafted_levels,
+    levels_for,
+    most_nodes,
+    tiers,
+    united_levels,
+)
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
 from specrs.engine.rounds.executor import Deepen, Drafted, Pass, Verified, Watched
@@ -96,6 +104,7 @@ class CudaExecutor(HostExecutor):
                 geometry, config, pool.num_pages, from_dlpack(self._table.tensor(dense.stream)), self._stream,
                 None if head is None else Activations(target, head, config, geometry),
             )  # fmt: skip
+            self._prompts = prompt_passes(self._models, prompt_sizes(config))
             if isinstance(drafts, CudaDrafts):
                 most, wide = entering(config)
                 drafts.entering = [Entering(self._models, n, wide) for n in sorted({1, most})]
@@ -114,32 +123,15 @@ class CudaExecutor(HostExecutor):
         shape = self.planner.geometry.shape
         if self.drafts is None:
             return self._policy_of_trees(shape, pages)
-        self._warm(sorted(drafted_levels(shape)), pages)
-        measured = {}
+        tried = sorted(drafted_levels(shape))
+        self._warm(tried, pages)
+        measured: dict[int, dict[int, float]] = {}  # seconds of rounds, by batch and levels
         for b in {1, self._sizes[-1]}:
             with self._seated(b, pages) as seqs:
-                measured[b] = [
-                    self._seconds(b, levels, seqs, self._prompt_len(pages)) for levels in (0, 1, shape.steps)
-                ]
-        plain, shallow, deep = measured[1]
-        step = max(deep - shallow, 0.0) / max(shape.steps - 1, 1)
-        extend = max(shallow - plain, 0.0)
-        # For one request, the cost of drafting includes the cost of verification. A round of the largest batch shows
-        # the cost of rows; its drafting is assumed to cost as much as for one request.
-        target = {
-            b * most_nodes(shape, shape.steps): t[2] - extend - (shape.steps - 1) * step for b, t in measured.items()
-        }
-        target |= {b: t[0] for b, t in measured.items()}
-        rows = sorted(target)
-        pace = Pace()
-        costs = Costs(
-            PassCost(rows, [target[n] for n in rows], pace),
-            PassCost([1], [step], pace),
-            PassCost([1, 2 * self._sizes[-1]], [extend, extend], pace),
-            PassCost([1], [self._entering(pages, recalls=False)], pace),
-            PassCost([1], [self._entering(pages, recalls=True)], pace),
-        )
-        return self._expecting(costs, shape)
+                prompt = self._prompt_len(pages)
+                measured[b] = {levels: self._seconds(b, levels, seqs, prompt) for levels in (0, *tried)}
+        enter, resume = (self._entering(pages, recalls) for recalls in (False, True))
+        return self._expecting(costs_of_rounds(shape, measured, enter, resume), shape)
 
     def _expecting(self, costs: Costs, shape: core.TreeShape) -> TreePolicy:
         head = None if self.drafts is None else self.drafts.head
@@ -216,11 +208,12 @@ class CudaExecutor(HostExecutor):
         gets smaller as its requests end, so that it may run in any bucket.
         """
         self._prompt(pages)
-        if isinstance(self.drafts, CudaDrafts):
-            for enters in self.drafts.entering:
+        for _ in range(2):  # the first run loads kernels, the second one captures a graph
+            for each in self._prompts:
+                each.launch()
+            for enters in self.drafts.entering if isinstance(self.drafts, CudaDrafts) else ():
                 for recalls in (False, True):
-                    for _ in range(2):
-                        enters.launch(recalls)
+                    enters.launch(recalls)
         heads = self.drafts is not None
         for size in self._sizes if self._graphs else ():
             bucket = self._of(size)
@@ -241,9 +234,8 @@ class CudaExecutor(HostExecutor):
 
     def _read(self, seq: core.Sequence, n: int) -> None:
         """Run both models over the first positions of a sequence."""
-        tokens, aux = torch.zeros(n, dtype=torch.int64), None if self.drafts is None else self._prompt_features(n)
-        plan = self.planner.extend([seq], [0], [n])
-        self._logits(tokens, plan, aux, tokens[:1])
+        tokens, plan = torch.zeros(n, dtype=torch.int64), self.planner.extend([seq], [0], [n])
+        aux = self._logits(tokens, plan, self.drafts is not None, tokens[:1])[1]
         if self.drafts is not None and aux is not None:
             self.drafts.head.write(tokens, aux.layers, plan, self.drafts.cache)
             self.drafts.head.extend(tokens, aux.layers, plan, self.drafts.cache, tokens[:1])
@@ -270,22 +262,26 @@ class CudaExecutor(HostExecutor):
             bucket = self._buckets[size] = Bucket(self._models, size)
         return bucket
 
-    def _features(self, batch: Batch, rows: int) -> FeatureRows | None:
-        return self._prompt_features(rows) if self.drafts is not None and any(r.head.followed for r in batch) else None
-
     def _prompt_features(self, rows: int) -> FeatureRows:
         """Return memory for the features of a prompt's rows. Rounds have memory of their own."""
         assert self.target.features is not None
         return self.target.features.once(rows)  # prompts differ in length
 
     def _logits(
-        self, tokens: torch.Tensor, plan: core.Plan, aux: FeatureRows | None, rows: torch.Tensor | None
-    ) -> torch.Tensor:
+        self, tokens: torch.Tensor, plan: core.Plan, features: bool, rows: torch.Tensor | None
+    ) -> tuple[torch.Tensor, FeatureRows | None]:
         if self._running is not None:
             self._running.overtaken = True
         kept = tokens[:0] if rows is None else rows
+        requests = max(from_dlpack(plan.prefix_lens).numel(), kept.numel())
+        for each in self._prompts if rows is not None else ():
+            if each.rows >= tokens.numel() and each.batch >= requests:
+                logits, aux = each.run(tokens, plan, kept, features)
+                return self._dense.host(logits), aux
+        aux = self._prompt_features(tokens.numel()) if features else None
         at, (tokens, kept) = DevicePlan.of(self._dense, plan, self.cache.page_size, tokens, kept)
-        return super()._logits(tokens, cast(core.Plan, at), aux, None if rows is None else kept)
+        logits = self.target.forward(tokens, cast(core.Plan, at), self.cache, aux, None if rows is None else kept)[0]
+        return self._dense.host(logits), aux
 
     def decode(self, batch: Batch) -> Verified:
         return self._launched(AskedRound(batch, [0] * len(batch), 0))
@@ -367,6 +363,7 @@ class CudaExecutor(HostExecutor):
         # A graph keeps everything that it points at, weights too, until the core collects the graph.
         self._running = None
         self._buckets.clear()
+        self._prompts.clear()
         if isinstance(self.drafts, CudaDrafts):
             self.drafts.entering.clear()
         core._graph_collect(True)

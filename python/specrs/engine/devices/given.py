@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
 from specrs.engine.devices.memory import STOPS, Arrays, BucketMemory, Roots
@@ -63,7 +62,8 @@ class Given:
         first, (last, words) = memory.given_layout.places["rows"][0], memory.given_layout.places["root_to"]
         self._seats = self._host[first : last + words].view(-1, memory.batch).numpy()
         self._host_trees = torch.zeros(memory.trees_layout.words, dtype=torch.int32, pin_memory=True)
-        self._trees = memory.trees_layout.of(self._host_trees)
+        trees = memory.trees_layout.of(self._host_trees)
+        self._trees = {name: array.numpy() for name, array in trees.items()}
         self.edits: dict[int, torch.Tensor] = {}
         self._host_edits: dict[int, torch.Tensor] = {}
         self.samplers: dict[int, SamplerArrays] = {}
@@ -98,12 +98,11 @@ class Given:
         host, sizes = self._trees, trees.sizes
         total = sum(sizes)
         offsets = [*accumulate(sizes, initial=0)]
-        host["tree_offsets"][: len(offsets)] = torch.tensor(offsets, dtype=torch.int32)
-        host["tree_offsets"][len(offsets) :] = total
+        host["tree_offsets"][: len(offsets)], host["tree_offsets"][len(offsets) :] = offsets, total
         for name, values, dead in (("tree_tokens", trees.tokens, 0), ("tree_parents", trees.parents, -1)):
-            host[name][:total], host[name][total:] = from_dlpack(values), dead
-        scores = host["tree_scores"].view(torch.float32)
-        scores[:total], scores[total:] = from_dlpack(trees.scores), 0.0
+            host[name][:total], host[name][total:] = np.from_dlpack(values), dead
+        scores = host["tree_scores"].view(np.float32)
+        scores[:total], scores[total:] = np.from_dlpack(trees.scores), 0.0
         self._memory.arrays["host trees"].copy_(self._host_trees, non_blocking=True)
 
     def set_samplers(self, samplers: Sequence[core.Sampler], moving: bool) -> int | None:
@@ -115,16 +114,16 @@ class Given:
         """
         if samplers == self._drawn_by[0]:
             return self._drawn_by[1]
-        arrays = {name: from_dlpack(a) for name, a in core._device_samplers(list(samplers)).items()}
+        arrays = {name: np.from_dlpack(a) for name, a in core._device_samplers(list(samplers)).items()}
         edits = [arrays[name] for name in ("edit_tokens", "edit_biases", "edit_outputs")]
-        words = arrays["rows"].view(torch.int32)
-        used, live = edits[0].numel(), len(samplers)
+        words = arrays["rows"].view(np.int32)
+        used, live = len(edits[0]), len(samplers)
         sampled, penalised = (bool(words[:, column].any()) for column in (_INV_TEMPERATURE, _PENALISED))
         room = None
         if used or sampled or penalised:
-            self.arrays["sampling"][: live * 12] = words.reshape(-1)
-            self.arrays["edit_begins"][:live] = arrays["edit_begins"]
-            self.arrays["edit_counts"][:live] = arrays["edit_counts"]
+            numbers = self._numbers
+            numbers["sampling"][: live * 12] = words.reshape(-1)
+            numbers["edit_begins"][:live], numbers["edit_counts"][:live] = arrays["edit_begins"], arrays["edit_counts"]
             room = _LEAST_EDITS
             while room < used:
                 room *= 2
@@ -133,7 +132,7 @@ class Given:
             if used:
                 host = self._host_edits[room]
                 for i, part in enumerate(edits):
-                    host[i * room : i * room + used] = part.view(torch.int32)
+                    host.numpy()[i * room : i * room + used] = part.view(np.int32)
                 self.edits[room].copy_(host, non_blocking=True)
         # Samplers without penalties and biases do not change. Biases alone need no new upload for the same samplers.
         self.changing = bool(used or penalised)

@@ -185,8 +185,8 @@ class HostExecutor:
         kept = [ends[i] - 1 for i in drawing]
         for r, start, n in zip(batch, starts, counts, strict=True):
             kept += [start + row for row in r.scored_rows(n)]
-        aux = self._features(batch, len(tokens))
-        logits = self._logits(torch.tensor(tokens), plan, aux, torch.tensor(kept, dtype=torch.int64))
+        rows = torch.tensor(kept, dtype=torch.int64)
+        logits, aux = self._logits(torch.tensor(tokens), plan, self._wants_features(batch), rows)
         drawn = [_draw(batch.requests[i], logits[j]) for j, i in enumerate(drawing)]
         return HostPrefilled(aux, starts, logits, drawn, {row: i for i, row in enumerate(kept)})
 
@@ -210,9 +210,8 @@ class HostExecutor:
         faults: Sequence[tuple[core.NonFiniteError, int]],
     ) -> HostVerified:
         tokens = from_dlpack(trees.tokens)
-        aux = self._features(batch, len(tokens))
         started = time.perf_counter()
-        logits = self._logits(tokens, plan, aux, None)
+        logits, aux = self._logits(tokens, plan, self._wants_features(batch), None)
         if self._cost is not None:
             self._cost.observe(len(tokens), time.perf_counter() - started)
         accepts = core.verify(trees, logits, [r.sampler for r in batch], batch.lens)
@@ -239,15 +238,16 @@ class HostExecutor:
         """Do nothing, because only this object keeps models and caches."""
 
     def _logits(
-        self, tokens: torch.Tensor, plan: core.Plan, aux: FeatureRows | None, rows: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Run a pass of the target, and return its logits on the host."""
-        return self.target.ops.dense.host(self.target.forward(tokens, plan, self.cache, aux, rows)[0])
-
-    def _features(self, batch: Batch, rows: int) -> FeatureRows | None:
-        """Return memory for the features of a pass; ``None`` if the head follows none of the requests."""
+        self, tokens: torch.Tensor, plan: core.Plan, features: bool, rows: torch.Tensor | None
+    ) -> tuple[torch.Tensor, FeatureRows | None]:
+        """Run a pass of the target, and return its logits on the host, and features if they are wanted."""
         memory = self.target.features
-        return None if memory is None or not any(r.head.followed for r in batch) else memory.rows(rows)
+        aux = memory.rows(tokens.numel()) if features and memory is not None else None
+        return self.target.ops.dense.host(self.target.forward(tokens, plan, self.cache, aux, rows)[0]), aux
+
+    def _wants_features(self, batch: Batch) -> bool:
+        """Return whether the head follows any of the requests."""
+        return self.drafts is not None and any(r.head.followed for r in batch)
 
 
 class HostDrafts:

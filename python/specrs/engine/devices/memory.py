@@ -28,6 +28,7 @@ from specrs.models.ops import KvMemory
 
 STOPS = 8  # stop tokens of a request that the device checks; the host checks all
 _ENTERING, _ENTERING_ROWS = 8, 512  # requests that enter together, and their positions in all
+_PROMPT_ROWS = 16, 32, 64, 128, 192, 256  # positions of passes over prompts that have a graph
 _RESULTS = 32  # rounds whose results are kept
 _LASTING = {"given", "host trees", "control", "versions", "minus", "select"}  # a round may read these first
 
@@ -294,6 +295,17 @@ def entering(config: EngineConfig) -> tuple[int, int]:
         TAIL + config.page_size - 1, config.max_context_len or TAIL
     )  # the head begins at a page's first position
     return max(min(config.max_batch, _ENTERING, _ENTERING_ROWS // rows), 1), rows
+
+
+def prompt_sizes(config: EngineConfig) -> list[tuple[int, int]]:
+    """Return the passes over prompts that have graphs: for each, the most requests and the most positions in all.
+
+    Passes over more positions take the device longer than it takes the host to launch them.
+    """
+    if config.graphs == "off":
+        return []
+    rows = [n for n in _PROMPT_ROWS if n <= config.prefill_chunk]
+    return [(batch, n) for n in rows for batch in sorted({1, entering(config)[0]})]
 
 
 def buckets(most: int) -> list[int]:

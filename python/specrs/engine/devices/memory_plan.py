@@ -15,7 +15,7 @@ import torch
 from specrs import _specrs as core
 from specrs._specrs import ConfigError, DeviceMemoryError, Geometry
 from specrs.engine.config import EngineConfig
-from specrs.engine.devices.memory import buckets, entering
+from specrs.engine.devices.memory import buckets, entering, prompt_sizes
 from specrs.engine.drafting.levels import can_unite, drafted_levels, levels_for, tiers
 from specrs.models.config import HeadConfig, LayerConfig, ModelConfig
 from specrs.models.layer import LayerTail, WholeNormQkv
@@ -198,9 +198,10 @@ class Engine:
             logits += head.config.draft_vocab_size * rows
         yield "logits", logits * wide
         if head is not None:
-            # Features wait for the head, and a round of the largest batch and passes that begin drafts have features
-            # of their own.
+            # Features wait for the head. A round of the largest batch, passes that begin drafts, and captured passes
+            # over prompts have features of their own.
             waits = _LAG * b + _BLOCKS + 2 * c.prefill_chunk + 2 * nodes
+            waits += max((n for _, n in prompt_sizes(c)), default=0)
             rounds = b * (shape.draft_tokens + max(c.head_shape.steps, c.deepest) + 1)
             yield "features", (waits + rounds) * head.config.aux_size * half
         if c.graphs != "off":
@@ -212,7 +213,8 @@ class Engine:
                 room = {levels_for(shape, n) for n in tiers(shape.draft_tokens)}
                 both = len(drafted_levels(shape)) if head is not None and can_unite(shape) else 0
                 given = len(room) * (1 + both)
-            yield "captured rounds", len(buckets(b)) * 2 * (levels * each + given) * _CAPTURED  # greedy, and sampled
+            graphs = len(buckets(b)) * 2 * (levels * each + given)  # greedy, and sampled
+            yield "captured rounds and passes over prompts", (graphs + len(prompt_sizes(c))) * _CAPTURED
         words = 2 * b * g.row_pages + 16 * (c.prefill_chunk + b) + 4 * nodes * 28
         yield "page tables, plans, trees and scratch", words * 4 + _SCRATCH
         yield "the page that padding writes to", self.page_bytes

@@ -15,7 +15,7 @@ from specrs.engine.drafting.budget import RATE, Account
 from specrs.engine.drafting.chooser import Share, TreePolicy, nodes_of
 from specrs.engine.drafting.costs import HOSTED, PLAIN, SPECULATIVE
 from specrs.engine.drafting.gathering import Gathering, HostTrees
-from specrs.engine.drafting.levels import best_levels, can_unite, most_nodes, tiers, united_levels
+from specrs.engine.drafting.levels import best_levels, can_unite, most_nodes, round_seconds, tiers, united_levels
 from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
 from specrs.engine.drafting.trees import Complement, head_shares
 from specrs.engine.request.batch import Batch
@@ -188,15 +188,21 @@ class Drafting:
                 plan.resumes = True
                 self.account(r).pay(policy.resuming(self._lag(r), size), size)
 
-    def _limit(self, batch: Batch, head: Sequence[bool], policy: TreePolicy) -> float:
+    def _limit(self, batch: Batch, head: Sequence[bool], policy: TreePolicy, flying: float = 0.0) -> float:
         size = len(batch)
-        rooms = [self.account(r).room(size) for r, drafts in zip(batch, head, strict=True) if drafts]
+        rooms = [self.account(r).room(size) - flying for r, drafts in zip(batch, head, strict=True) if drafts]
         return policy.limit(size, rooms, policy.least_round(size, len(rooms)))
 
-    def _best(self, batch: Batch, head: Sequence[bool], policy: TreePolicy) -> tuple[int, float, float]:
-        """Return the `best_levels` of a batch."""
+    def _best(
+        self, batch: Batch, head: Sequence[bool], policy: TreePolicy, flying: float = 0.0
+    ) -> tuple[int, float, float]:
+        """Return the `best_levels` of a batch.
+
+        Args:
+            flying: plain rounds that each request that drafts may lose to the round in flight.
+        """
         kinds = [policy.kind(r.params.temperature) for r, drafts in zip(batch, head, strict=True) if drafts]
-        return best_levels(self._shape, policy.costs, kinds, len(batch), self._limit(batch, head, policy))
+        return best_levels(self._shape, policy.costs, kinds, len(batch), self._limit(batch, head, policy, flying))
 
     def _prefers_others(self, batch: Batch, head: Sequence[bool], others: HostTrees) -> bool:
         """Return whether other sources' drafts without the head's passes yield more tokens a second."""
@@ -264,18 +270,17 @@ class Drafting:
         if plan.head is None or policy is None:
             return plan
         drew = [r for r, drafts in zip(batch, plan.head, strict=True) if drafts]
-        least, poor = policy.least_loss(size, max(len(drew), 1)), 0
+        least, poor = policy.least_loss(size, len(drew)), 0
         for r in drew:
             account = self.account(r)
             account.earn(r.produced, size)
             poor += account.room(size) < least
-        if poor:
-            # The round in flight may win, so that one more level is worth more than the time for which the device would
-            # wait for its outcome.
-            if plan.levels > 1:
-                return plan.with_levels(1)
+        if poor and plan.levels == 1:
             return plan.with_levels(0) if poor == len(drew) else None
-        levels = self._best(batch, plan.head, policy)[0]
+        # The round in flight may lose all its drafts, for which nobody has paid yet. But it may win, so that one more
+        # level is worth more than the time for which the device would wait for its outcome.
+        flying = round_seconds(self._shape, policy.costs, size, plan.levels)
+        levels = self._best(batch, plan.head, policy, policy.lost(size, len(drew), flying) / len(drew))[0]
         return plan if levels == plan.levels else plan.with_levels(levels)
 
     def others_know_better(self, batch: Batch, rows: Sequence[int], plan: RoundPlan, spare: float) -> bool:

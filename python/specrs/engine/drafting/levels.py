@@ -5,11 +5,11 @@ Nobody sees a round's scores before the round has ended, so the depth is chosen 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from specrs._specrs import TreeShape
 from specrs.engine.drafting.chooser import Kind
-from specrs.engine.drafting.costs import Costs
+from specrs.engine.drafting.costs import Costs, Pace, PassCost
 
 _MOST_UNITED, _LONGEST_BRANCH = 64, 8  # limits of `cuda/tree_unite.cu`, and `MergeLimits.off_spine`
 
@@ -52,6 +52,46 @@ def drafted_levels(shape: TreeShape) -> set[int]:
     return {1, (shape.steps + 1) // 2, shape.steps}
 
 
+def costs_of_rounds(
+    shape: TreeShape, measured: Mapping[int, Mapping[int, float]], enter: float, resume: float
+) -> Costs:
+    """Return the costs of passes that explain the measured times of whole rounds.
+
+    Rounds of one request tell what drafting takes, and those of the largest batch what more rows take. Drafting is
+    taken to last as long for all requests as for one.
+
+    Args:
+        shape: the shape of the deepest trees.
+        measured: seconds of rounds by the number of requests and the number of levels of drafts, among them 1 request,
+            and 0 and 1 levels.
+        enter: seconds of the pass after which a request drafts for the first time.
+        resume: seconds of the pass after which a request drafts again.
+    """
+    one, pace = measured[1], Pace()
+    extend = max(one[1] - one[0], 0.0)
+    # The two deepest of these trees have about as many nodes, so that they differ by draft steps. More nodes cost no
+    # less, so that the steps in front cost no less either.
+    less, deep = sorted(one)[-2:]
+    steps = [(one[deep] - one[levels]) / (deep - levels) for levels in (1, less) if 0 < levels < deep]
+    step = max(min(steps, default=0.0), 0.0)
+    target = {
+        batch * most_nodes(shape, levels): seconds - (extend + (levels - 1) * step if levels else 0.0)
+        for batch, rounds in sorted(measured.items(), reverse=True)  # of equal rows, those of one request count
+        for levels, seconds in rounds.items()
+    }
+    rows = sorted(target)
+    return Costs(
+        PassCost(rows, [target[n] for n in rows], pace), PassCost([1], [step], pace), PassCost([1], [extend], pace),
+        PassCost([1], [enter], pace), PassCost([1], [resume], pace),
+    )  # fmt: skip
+
+
+def round_seconds(shape: TreeShape, costs: Costs, batch: int, levels: int) -> float:
+    """Return the seconds of a round with trees of ``levels`` levels of drafts, at least 1."""
+    drafting = costs.drafting(batch, batch * shape.topk, levels - 1)
+    return drafting + costs.target.at(batch * most_nodes(shape, levels))
+
+
 def best_levels(
     shape: TreeShape, costs: Costs, kinds: Sequence[Kind], batch: int, limit: float
 ) -> tuple[int, float, float]:
@@ -71,8 +111,7 @@ def best_levels(
         expected += sum(reached)
         if levels not in tried:
             continue
-        seconds = costs.drafting(batch, batch * shape.topk, levels - 1)
-        seconds += costs.target.at(batch * most_nodes(shape, levels))
+        seconds = round_seconds(shape, costs, batch, levels)
         if levels > 1 and seconds > limit:
             break
         choices.append((levels, expected, seconds))
