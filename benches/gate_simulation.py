@@ -118,7 +118,7 @@ def _round(
             levels += 1
         drafts_cost = costs.drafting(batch, batch, levels - 1)
         offers = nodes_of([(score, kind) for _ in some for score in claims[:levels]])
-        least = p.choose(batch, offers, drafts_cost, limit).min_score
+        least = p.choose(batch, offers, drafts_cost, limit)
         nodes = [sum(score >= least for score in claims[:levels]) for _ in some]
         seconds = drafts_cost + costs.target.at(batch + sum(nodes))
     done.took += seconds / plain * batch

@@ -20,7 +20,6 @@ from drafts_world import VOCAB, agree, head_for, reference, watched
 from modelzoo import Pair, write_target
 from specrs._specrs import DraftNodes
 from specrs.engine.devices.host import HostDrafts, _Pass
-from specrs.engine.drafting.chooser import TreeChoice
 from specrs.engine.drafting.plans import RoundPlan
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.head_state import HeadState
@@ -290,9 +289,9 @@ def test_chains_that_the_cost_model_cuts(pair: Pair, monkeypatch: pytest.MonkeyP
     policy = drafting.policy
     assert policy is not None
 
-    def choose(batch: int, nodes: DraftNodes, *_: Any) -> TreeChoice:
+    def choose(batch: int, nodes: DraftNodes, *_: Any) -> float:
         n = rng.randrange(min(len(nodes), 1), len(nodes) + 1)
-        return TreeChoice(n, nodes.score(n - 1) if n else float("inf"))
+        return nodes.score(n - 1) if n else math.inf
 
     monkeypatch.setattr(policy, "choose", choose)
     monkeypatch.setattr(policy, "deepen", lambda *_: rng.random() < 0.8)

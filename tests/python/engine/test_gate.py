@@ -19,7 +19,7 @@ from modelzoo import Pair, write_target
 from reference_drafts import Tree
 from specrs import LLM, SamplingParams
 from specrs.drafters import Proposal
-from specrs.engine.drafting.chooser import TAIL, TreeChoice, TreePolicy
+from specrs.engine.drafting.chooser import TAIL, TreePolicy
 from specrs.engine.drafting.plans import RoundPlan
 
 
@@ -82,12 +82,8 @@ def decide(monkeypatch: pytest.MonkeyPatch, llm: LLM, follows: bool, wait: float
     monkeypatch.setattr(
         policy_of(llm), "lacking", lambda rooms: [0.0 if room > -math.inf else math.inf for room in rooms]
     )
-    monkeypatch.setattr(policy_of(llm), "choose", lambda batch, nodes, *_: _all(nodes))
+    monkeypatch.setattr(policy_of(llm), "choose", lambda *_: -math.inf)
     monkeypatch.setattr(policy_of(llm), "deepen", lambda *_: True)
-
-
-def _all(nodes: Sequence[Any]) -> Any:
-    return TreeChoice(len(nodes), float("-inf"))
 
 
 PROMPT = [1, 2, 3, 4, 5, 0, 1, 3, 5, 2]

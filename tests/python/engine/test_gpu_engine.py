@@ -110,9 +110,10 @@ def recorded(
         bits = row.numpy().tobytes()
         assert seen.setdefault((request - base, position), bits) == bits, "a position decided twice, by other bits"
 
-    def logits(*args: Any) -> torch.Tensor:
-        last[:] = [logits_of(*args)]
-        return last[0]
+    def logits(*args: Any) -> Any:
+        found = logits_of(*args)
+        last[:] = [found[0]]
+        return found
 
     def prefilled(batch: Batch, counts: Any, drawing: Any) -> Any:
         done = prefill(batch, counts, drawing)

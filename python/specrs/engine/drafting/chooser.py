@@ -23,19 +23,6 @@ _LEARN = 0.05  # weight of a round in a running mean
 _COOL = 0.8  # temperature up to which sampling is near to greedy
 
 
-@dataclass(frozen=True)
-class TreeChoice:
-    """A choice of the draft nodes to verify, the likeliest ones of a batch.
-
-    Attributes:
-        nodes: number of draft nodes.
-        min_score: cumulative log-probability of the last chosen node.
-    """
-
-    nodes: int
-    min_score: float
-
-
 @dataclass(eq=False)
 class Kind:
     """The engine's knowledge of one kind of requests: those of temperature 0, of a low one, or of a high one.
@@ -247,8 +234,9 @@ class TreePolicy:
             return False
         return gain > (cost + target.at(verified + batch) - target.at(verified)) * rate
 
-    def choose(self, batch: int, nodes: DraftNodes, drafting: float, limit: float = math.inf) -> TreeChoice:
-        """Choose the number of draft nodes with the most expected tokens per second.
+    def choose(self, batch: int, nodes: DraftNodes, drafting: float, limit: float = math.inf) -> float:
+        """Choose the draft nodes with the most expected tokens per second, and return the least score among them
+        (cumulative log-probability); infinity for no nodes.
 
         Args:
             batch: number of requests, each with its root.
@@ -256,8 +244,7 @@ class TreePolicy:
             drafting: seconds that the round takes beside the target's pass.
             limit: seconds that the round may take.
         """
-        count, min_score, _ = nodes.choose(batch, self.costs.target.table, drafting, limit)
-        return TreeChoice(count, min_score)
+        return nodes.choose(batch, self.costs.target.table, drafting, limit)[1]
 
 
 def nodes_of(scored: Sequence[tuple[float, Kind]]) -> DraftNodes:

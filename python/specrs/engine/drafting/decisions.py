@@ -251,8 +251,8 @@ class Drafting:
         each, size = zip(plan.batch, _draft_scores(trees), strict=True), len(plan.batch)
         nodes = [(s, policy.kind(r.params.temperature)) for r, some in each for s in some]
         drafting = policy.costs.drafting(size, size * self._shape.topk, steps)
-        choice = policy.choose(size, nodes_of(nodes), drafting, plan.limit)
-        return choice.min_score if choice.nodes < len(nodes) else None
+        least = policy.choose(size, nodes_of(nodes), drafting, plan.limit)
+        return least if any(score < least for score, _ in nodes) else None
 
     # -- rounds ahead of the host -------------------------------------------------------------------------------
 

@@ -34,7 +34,6 @@ _POOR = 8  # tokens until a request that cannot pay is looked at again, which ta
 
 Said = list[DraftProposal | None]
 """The proposals for a request: an entry for each of `Gathering.names`."""
-_Cost = tuple[tuple[list[int], list[float], float], float, float, list[int]]  # of a round, as `choose_drafts` takes it
 
 
 @dataclass(eq=False)
@@ -226,21 +225,30 @@ class Gathering:
         """
         policy, size = self._policy, len(batch)
         if policy is None:
-            trees = HostTrees(*self._chosen(batch, said, None))
+            trees = HostTrees(*self._chosen(batch, said))
             return trees if max(trees.trees.sizes) > 1 else None
         costs = policy.costs
         rooms = [self._account_of(r).room(size) for r, own in zip(batch, said, strict=True) if any(own)]
         limit = policy.limit(size, rooms, self._least_round(costs, size, len(rooms)))
-        cost = costs.target.table, costs.overhead.at(HOSTED), limit, self._tiers
-        drafts, tokens, seconds = self._chosen(batch, said, cost)
+        drafts, tokens, seconds = self._chosen(batch, said, costs, costs.overhead.at(HOSTED), limit, self._tiers)
         pays = max(map(len, drafts)) > 1 and tokens / seconds > size / costs.plain(size)
         return HostTrees(drafts, tokens, seconds) if pays else None
 
     def _chosen(
-        self, batch: Batch, said: Sequence[Said], cost: _Cost | None
-    ) -> tuple[list[MergedDrafts], float, float]:
-        """Return the trees to verify, and the tokens and seconds of their round, as `choose_drafts` does."""
-        each = zip(batch, said, strict=True)
+        self, batch: Batch, said: Sequence[Said], costs: Costs | None = None, beside: float = 0.0,
+        limit: float = math.inf, tiers: Sequence[int] = (),
+    ) -> tuple[list[MergedDrafts], float, float]:  # fmt: skip
+        """Return the trees to verify, and the tokens and seconds of their round, as `choose_drafts` does.
+
+        Args:
+            costs: by which the best nodes are chosen; ``None``: all that there is room for.
+            beside: seconds that the round takes beside the target's pass.
+            limit: seconds that the round may take.
+            tiers: the rows that a tree may take, where all trees of the round take as many.
+        """
+        each, cost = zip(batch, said, strict=True), None
+        if costs is not None:
+            cost = costs.target.table, beside, limit, list(tiers)
         asked = [(r.tokens[-1], own, max(min(self._depth, r.max_depth), 0), r.draws.grammar) for r, own in each]
         return choose_drafts(asked, self.calibration, self.sources.vocab_size, self._nodes, cost)
 
@@ -263,11 +271,10 @@ class Gathering:
             limit: seconds that the round may take.
             costs: by which the best nodes are chosen; ``None``: all that there is room for.
         """
-        head, cost = head_proposals(trees), None
+        head = head_proposals(trees)
         said = [[*others[:-2], own, others[-1]] for others, own in zip(proposals.said, head, strict=True)]
-        if costs is not None:
-            cost = costs.target.table, costs.drafting(len(batch), len(batch), steps), limit, list[int]()
-        return HostTrees(*self._chosen(batch, said, cost), steps, faults, head)
+        beside = 0.0 if costs is None else costs.drafting(len(batch), len(batch), steps)
+        return HostTrees(*self._chosen(batch, said, costs, beside, limit), steps, faults, head)
 
     # -- accounts -----------------------------------------------------------------------------------------------
 
