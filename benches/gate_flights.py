@@ -7,6 +7,9 @@ device waits for a round that the host has to plan. So a figure repeats to the l
 moves it by some percent. Tokens must be those of plain decoding.
 
     python benches/gate_flights.py [--json FILE] [--lengths 64,256] [--temperatures 0,1] [--orders 4] [--batch 1]
+
+Requests run one at a time; with ``--batch 8``, all at once by an engine that runs 8 together, their lengths from half
+to one and a half of the given one.
 """
 
 from __future__ import annotations
@@ -39,8 +42,8 @@ from specrs.engine.drafting.chooser import TAIL, Kind, TreePolicy
 from specrs.engine.drafting.levels import costs_of_rounds
 from specrs.models.acceptance import read_acceptance
 
-# Milliseconds on an H100 (part "rounds" of `gpu/first.py`): rounds by the levels of their drafts.
-ROUNDS = {0: 0.375, 1: 0.52, 3: 0.78, 6: 0.96}
+# Milliseconds on an H100 (part "rounds" of `gpu/first.py`): rounds of 1 and of 8 requests, by the levels of drafts.
+ROUNDS = {1: {0: 0.375, 1: 0.52, 3: 0.78, 6: 0.96}, 8: {0: 0.42, 1: 0.68, 3: 0.95, 6: 1.17}}
 # A prompt, and passes of a head that begins behind a prompt or later.
 PROMPT, ENTER, RESUME = 1.7, 0.15, 0.68
 # The host's part: in a round, the more that it does for a round behind no other and for a head that begins.
@@ -67,9 +70,10 @@ class Clock:
 CLOCK = Clock()
 
 
-def price(levels: int) -> float:
+def price(batch: int, levels: int) -> float:
     """Milliseconds of a round."""
-    return float(np.interp(levels, list(ROUNDS), list(ROUNDS.values())))
+    each = [np.interp(levels, list(rounds), list(rounds.values())) for rounds in ROUNDS.values()]
+    return float(np.interp(1 << (batch - 1).bit_length(), list(ROUNDS), each))
 
 
 class Drafts(world.DeviceDrafts):
@@ -91,8 +95,8 @@ class Priced(world.Device):
 
     def policy(self, pages: Any) -> TreePolicy:
         shape = self.planner.geometry.shape
-        rounds = {levels: ms / 1e3 for levels, ms in ROUNDS.items()}
-        costs = costs_of_rounds(shape, {1: rounds}, ENTER / 1e3, RESUME / 1e3)
+        seconds = {b: {levels: ms / 1e3 for levels, ms in rounds.items()} for b, rounds in ROUNDS.items()}
+        costs = costs_of_rounds(shape, seconds, (ENTER + BEGUN) / 1e3, (RESUME + BEGUN) / 1e3)
         return TreePolicy(costs, kinds(shape.steps), tail=TAIL)
 
     def prefill(self, *args: Any) -> Any:
@@ -105,7 +109,7 @@ class Priced(world.Device):
 
     def _round(self, run: Any) -> int:
         number = super()._round(run)
-        CLOCK.ends[number] = CLOCK.launch(price(run.levels))
+        CLOCK.ends[number] = CLOCK.launch(price(len(run.seats), run.levels))
         return number
 
 
@@ -131,20 +135,15 @@ def engine(batch: int, **options: Any) -> LLM:
     return LLM(max_batch=batch, max_context_len=1024, prefix_cache=False, **options)
 
 
-def run(llm: LLM, asked: list[tuple[str, int]], length: int, temperature: float) -> tuple[float, float, Any]:
-    """Milliseconds to the end of the last request, the sum of those to the end of each, and their tokens."""
-    started, sums, outputs = CLOCK.host, 0.0, {}
+def run(llm: LLM, asked: list[tuple[str, int, int]], temperature: float) -> tuple[float, list[list[int]]]:
+    """Milliseconds to the end of the last request, and their tokens. asked: prompt, seed and length of each."""
+    started = CLOCK.host
     params = [
         SamplingParams(max_tokens=length, temperature=temperature, top_p=1.0, seed=seed, ignore_eos=True)
-        for _, seed in asked
+        for _, seed, length in asked
     ]
-    ids = [llm.add(llm.encode(text), p) for (text, _), p in zip(asked, params, strict=True)]
-    while llm.unfinished:
-        for event in llm.step():
-            if event.output is not None:
-                outputs[event.request_id] = event.output.token_ids
-                sums += CLOCK.host - started
-    return CLOCK.host - started, sums, [outputs[i] for i in ids]
+    outputs = llm.generate([llm.encode(text) for text, *_ in asked], params)
+    return CLOCK.host - started, [output.token_ids for output in outputs]
 
 
 def main() -> None:
@@ -174,16 +173,18 @@ def main() -> None:
                 random.Random(turn).shuffle(order := list(prompts))
                 policy.kinds[:] = kinds(len(policy.kinds[0].levels))
                 sums: dict[str, list[float]] = {}
-                for first in range(0, len(order), args.batch):
-                    some = order[first : first + args.batch]
-                    asked = [(text, seed) for _, seed, text in some]
-                    mine, others = (run(llm, asked, length, temperature) for llm in (drafting, plain))
-                    assert mine[2] == others[2], "drafts must not change the tokens"
-                    times = {"all kinds": 0, (some[0][0] if args.batch == 1 else "all kinds, mean of requests"): 1}
-                    for kind, which in times.items():
-                        both = sums.setdefault(kind, [0.0, 0.0])
-                        both[0] += others[which]
-                        both[1] += mine[which]
+                lengths, rng = [length] * len(order), random.Random(100 + turn)
+                if args.batch > 1:  # so that requests do not end together
+                    lengths = [rng.randint(length // 2, length * 3 // 2) for _ in order]
+                asked = [(text, seed, n) for (_, seed, text), n in zip(order, lengths, strict=True)]
+                for some in [asked] if args.batch > 1 else [[one] for one in asked]:
+                    mine, others = (run(llm, some, temperature) for llm in (drafting, plain))
+                    assert mine[1] == others[1], "drafts must not change the tokens"
+                    kind = order[asked.index(some[0])][0]
+                    for name in {"all kinds", kind} if args.batch == 1 else {"all kinds"}:
+                        both = sums.setdefault(name, [0.0, 0.0])
+                        both[0] += others[0]
+                        both[1] += mine[0]
                 for kind, (without, took) in sums.items():
                     ratios.setdefault(kind, []).append(without / took)
             for kind, each in sorted(ratios.items()):

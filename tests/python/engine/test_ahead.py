@@ -386,8 +386,6 @@ def test_the_heads_drafts_are_joined_by_others_where_that_yields_more() -> None:
     speculation.plan(batch)
     assert speculation.joins_others(batch, [True], others(2.0))
     assert not speculation.joins_others(batch, [True], others(1.0)), "what adds no token only makes the host wait"
-    speculation._complement.share = 0.0  # the head has had everything that the others had
-    assert not speculation.joins_others(batch, [True], others(2.0))
 
 
 def test_others_draft_alone_where_the_heads_passes_add_little() -> None:
@@ -400,41 +398,6 @@ def test_others_draft_alone_where_the_heads_passes_add_little() -> None:
     kind.gain, kind.levels[:] = 2.0, [0.8] * SHAPE.steps
     assert not speculation._prefers_others(batch, [True], others(2.05))
     assert speculation.joins_others(batch, [True], others(2.05))
-
-
-def test_what_others_add_is_learnt_from_rounds_of_both() -> None:
-    def learnt(accepted: int, head: int, had: int) -> float:
-        speculation, r = tree(), request(0)
-        plan, trees = planned(speculation, r), TreeBatch.from_parents([[-1, 0, 1]], [[0, 0, 0]])
-        for _ in range(60):
-            speculation.ended(plan, [gave(r, accepted + 1)], 2 * PLAIN_SECONDS, trees, [Share([-0.1], head, had)])
-        return speculation._complement.share
-
-    assert learnt(accepted=6, head=6, had=6) < 0.05, "the head had them all"
-    assert learnt(accepted=6, head=0, had=6) > 0.95, "it had none"
-    assert learnt(accepted=6, head=3, had=6) == pytest.approx(0.5, abs=0.05)
-    assert learnt(accepted=3, head=3, had=0) == 0.5, "rounds in which the others had nothing say nothing"
-
-
-def test_what_others_add_is_tried_again_and_seldom() -> None:
-    """The head had everything that the others had; later texts may be other ones."""
-
-    def rounds(speculation: Launched, r: Any, count: int, added: int) -> list[bool]:
-        joins, trees = [], TreeBatch.from_parents([[-1, 0, 1]], [[0, 0, 0]])
-        for _ in range(count):
-            joins.append(speculation.joins_others(plan.batch, [True], others(3.0)))
-            shares = [Share([-0.1], 4 - added, 4)] if joins[-1] else None
-            speculation.ended(plan, [gave(r, 5 if joins[-1] else 3)], PLAIN_SECONDS + EXTEND + STEP, trees, shares)
-        return joins
-
-    speculation, r = tree(overhead=0.1 * PLAIN_SECONDS), request(0)
-    plan = planned(speculation, r)
-    plan.steps = 1
-    barren = rounds(speculation, r, 4000, added=0)
-    assert barren[0] and sum(barren[:200]) < 150, "what adds nothing is left"
-    assert 0 < sum(barren[2000:]) < 200, "and tried now and then"
-    fruitful = rounds(speculation, r, 4000, added=4)
-    assert sum(fruitful[2000:]) > 1900
 
 
 @pytest.mark.parametrize("real", [0.85, 1.6], ids=["overlapped", "the host is slower"])

@@ -78,9 +78,12 @@ def test_bits_of_a_prompts_pass_do_not_depend_on_graphs(
         )  # fmt: skip
         with llm:
             passes = Passes(llm, monkeypatch)
-            for turn in range(2):  # without a graph, and as one
+            for _ in range(2):  # the second time all graphs are there
                 alone = [llm.generate([p], one)[0].token_ids for p, one in zip(prompts, params, strict=True)]
-                assert alone == [o.token_ids for o in llm.generate(prompts, params)], turn
+            logits, features = list(passes.logits), list(passes.features)
+            # Which prompts share a pass hangs on when other requests end.
+            assert alone == [o.token_ids for o in llm.generate(prompts, params)]
+            passes.logits, passes.features = logits, features
             llm.audit()
             found.append((alone, passes))
     off, on, again = found

@@ -70,7 +70,6 @@ def test_the_head_has_its_own_nodes_and_their_scores() -> None:
             dropped += len(draft) - 1 - len(theirs)
             stands = [tree.origins[node] for node in ways[i][1 : len(passed[i].tokens)]]
             assert own[i].accepted == sum(bits & OWN > 0 for bits in stands)
-            assert own[i].others == sum(bits & OTHER > 0 for bits in stands)
             masks = [4 * (bits & OWN) | (draft.sources[said[path]] if bits & OTHER else 0) for path, _, bits in nodes]
             assert drafted_by(seen[i])[1:] == [{n for j, n in enumerate(NAMES) if mask >> j & 1} for mask in masks]
             assert (list(seen[i].tokens), list(seen[i].parents)) == (tree.tokens, tree.parents)

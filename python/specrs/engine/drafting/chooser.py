@@ -80,12 +80,10 @@ class Share:
     Attributes:
         scores: cumulative log-probabilities that the head gave its nodes, best first.
         accepted: number of accepted drafts of the head.
-        others: number of accepted drafts of other sources, if a device has united both trees.
     """
 
     scores: list[float]
     accepted: int
-    others: int = 0
 
 
 def by_temperature(temperature: float) -> int:

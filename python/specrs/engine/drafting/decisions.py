@@ -17,9 +17,11 @@ from specrs.engine.drafting.costs import HOSTED, PLAIN, SPECULATIVE
 from specrs.engine.drafting.gathering import Gathering, HostTrees
 from specrs.engine.drafting.levels import best_levels, can_unite, most_nodes, round_seconds, tiers, united_levels
 from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
-from specrs.engine.drafting.trees import Complement, head_shares
+from specrs.engine.drafting.trees import head_shares
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
+
+_ADDED = 0.5  # share of other sources' tokens that the head is taken to lack, where a device unites both
 
 
 class Drafting:
@@ -44,7 +46,6 @@ class Drafting:
         self._shape, self._page, self._has_head = shape, page, has_head
         self._accounts: dict[int, Account] = {}  # by request, from its first admission to its end
         self._batch = 1  # of the last round
-        self._complement = Complement()
 
     def price(self, policy: TreePolicy) -> None:
         """Let a cost model decide from now on."""
@@ -231,7 +232,7 @@ class Drafting:
         # The host has to read the results of such a round before the next round.
         longer = costs.overhead.at(HOSTED) + costs.target.at(size * rows)
         longer -= costs.target.at(size * most_nodes(shape, levels))
-        added = self._complement.share * max(others.tokens - size, 0.0)
+        added = _ADDED * max(others.tokens - size, 0.0)
         return tokens / seconds, (tokens + added) / (seconds + longer)
 
     # -- during a round -----------------------------------------------------------------------------------------
@@ -374,12 +375,14 @@ class Drafting:
         if shares is None:
             each = zip(_draft_scores(outcome.verified.trees), passed, strict=True)
             shares = [Share(scores, len(p.tokens) - 1) for scores, p in each]
-            self._complement.fade()
         gain = sum(len(p.tokens) for p in passed) / len(passed)
         gain *= policy.costs.plain(len(passed)) / self._passes(outcome, policy)
         for p, share, drafts in zip(passed, shares, outcome.head, strict=True):
             if drafts:
-                self._learn(p.request, share, len(p.tokens) - 1, gain, plan.steps + 1, policy)
+                kind = policy.kind(p.request.params.temperature)
+                kind.learn(share.scores, share.accepted, gain)
+                if self.launched and p.request.finish_reason is None:  # one that has ended had less room than others
+                    kind.reached(share.accepted, plan.steps + 1)
 
     def _book(self, outcome: RoundOutcome, policy: TreePolicy, sizes: Sequence[int]) -> None:
         """Book the plain rounds that drafts have won or lost, whichever source they came from.
@@ -399,22 +402,6 @@ class Drafting:
         verify = sum(nodes > 1 for nodes in sizes)
         for p, won in zip(drew, policy.won(size, verify, took, wins), strict=True):
             self.account(p.request).pay(-won, size)
-
-    def _learn(
-        self, r: Request, share: Share, accepted: int, gain: float, levels: int, policy: TreePolicy
-    ) -> None:  # fmt: skip
-        """Learn from the head's part of a request's tree.
-
-        Args:
-            accepted: number of accepted drafts of all sources.
-            gain: the round's token rate over that of plain rounds.
-            levels: number of levels that were drafted.
-        """
-        kind = policy.kind(r.params.temperature)
-        kind.learn(share.scores, share.accepted, gain)
-        self._complement.learn(accepted, share)
-        if self.launched and r.finish_reason is None:  # a request that has ended had less room than others
-            kind.reached(share.accepted, levels)
 
 
 def _draft_scores(trees: TreeBatch) -> list[list[float]]:

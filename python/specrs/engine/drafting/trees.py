@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
@@ -22,9 +21,6 @@ from specrs.engine.request.traces import DraftTree
 
 _HEADS, _HOSTS = 1, 2  # bits of an origin
 _DECILES = 10  # calibration classes of the head's nodes
-_UNKNOWN = 0.5  # share that the head is taken to lack, before any round with united trees
-_LEARN = 0.05  # weight of a request's united tree
-_FADE = 5e-4  # weight of `_UNKNOWN` in a round without
 
 
 class VerifiedTrees(Protocol):
@@ -56,27 +52,6 @@ class VerifiedTrees(Protocol):
         """
 
 
-@dataclass
-class Complement:
-    """The share of other sources' accepted drafts that the head lacks, which is what they add to the head's drafts.
-
-    Attributes:
-        share: the share, learnt from rounds with united trees.
-    """
-
-    share: float = _UNKNOWN
-
-    def learn(self, accepted: int, share: Share) -> None:
-        """Learn from a request's united tree, of which the target has accepted ``accepted`` drafts."""
-        if share.others:
-            added = max(accepted - share.accepted, 0)
-            self.share += _LEARN * (min(added / share.others, 1.0) - self.share)
-
-    def fade(self) -> None:
-        """Forget a little in a round with the head's drafts alone, so that both are tried again some day."""
-        self.share += _FADE * (_UNKNOWN - self.share)
-
-
 def head_shares(verified: VerifiedTrees, passed: Sequence[Passed]) -> list[Share]:
     """Return the head's part in each request's tree, after a round with united trees."""
     origins, found, first = verified.origins, [], 0
@@ -84,9 +59,9 @@ def head_shares(verified: VerifiedTrees, passed: Sequence[Passed]) -> list[Share
     scores: list[float] = from_dlpack(verified.trees.scores).tolist()
     for p, path, whose in zip(passed, verified.accepts.paths, origins, strict=True):
         accepted = [whose[node] for node in path[1 : len(p.tokens)]]  # behind them the target drew itself
-        head, host = (sum(origin & bit != 0 for origin in accepted) for bit in (_HEADS, _HOSTS))
+        head = sum(origin & _HEADS != 0 for origin in accepted)
         each = zip(scores[first : first + len(whose)], whose, strict=True)
-        found.append(Share(sorted((score for score, origin in each if origin & _HEADS), reverse=True), head, host))
+        found.append(Share(sorted((score for score, origin in each if origin & _HEADS), reverse=True), head))
         first += len(whose)
     return found
 
