@@ -1,17 +1,22 @@
 // A group of thread blocks that work on one request: on Hopper a cluster, whose blocks send one another values; elsewhere one
 // block, which sends them to itself. Code over a group is the same for both.
 //
-// A value goes into a place in the receiving block's shared memory, and its bytes are counted by a mailbox there: who waits for a
-// number of bytes sees all the values. A barrier of the cluster comes once, at the begin: it makes every thread wait for all its memory
-// accesses, and empties the L1.
+// A value, or a copy of many, goes into a place in the receiving block's shared memory, and its bytes are counted by a mailbox
+// there: a thread that waits for a number of bytes sees all the values. Barriers of the cluster come only at the begin and at the
+// end, up to which blocks may read one another's memory: one makes every thread wait for all its memory accesses, and empties the
+// L1.
 #pragma once
 
 #include "common.cuh"
 
 namespace specrs {
 
-// Blocks of the largest cluster.
+// Blocks of the largest group.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 constexpr int MAX_GROUP = 16;
+#else
+constexpr int MAX_GROUP = 1;
+#endif
 
 // A block's place in its group.
 struct Group {
@@ -30,13 +35,15 @@ __device__ __forceinline__ Group own_group() {
     return group;
 }
 
-// Wait for all threads of the group. Once a kernel: it is slow.
-__device__ __forceinline__ void group_barrier() {
+// Say that this thread of the group has come here, and wait for all: slow.
+__device__ __forceinline__ void group_arrive() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile(
-        "barrier.cluster.arrive.release.aligned;\n"
-        "barrier.cluster.wait.acquire.aligned;\n" ::
-            : "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void group_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory");
 #else
     __syncthreads();
 #endif
@@ -80,7 +87,28 @@ __device__ __forceinline__ void send(T &at, uint32_t rank, T value, const Mailbo
 #endif
 }
 
-// Wait until `bytes` have arrived, for the `waits`-th time; the first warp of the block calls, perhaps with others.
+// What this thread wrote to shared memory, and others then wrote, can be sent by `send_bytes` after a barrier.
+__device__ __forceinline__ void let_send() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// Send the `bytes` at `at`, a multiple of 16, to the same place in another block, `rank`, counted by what `mailbox` is in it.
+// They stay as they are until that block has them.
+__device__ __forceinline__ void send_bytes(const void *at, uint32_t rank, uint32_t bytes, const Mailbox &mailbox) {
+#if __CUDA_ARCH__ >= 900
+    uint32_t place, counter;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(place) : "r"(shared_address(at)), "r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(shared_address(&mailbox)), "r"(rank));
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     place),
+                 "r"(shared_address(at)), "r"(bytes), "r"(counter)
+                 : "memory");
+#endif
+}
+
+// Wait until `bytes` have arrived, for the `waits`-th time. All threads of the block call.
 __device__ __forceinline__ void await(const Mailbox &mailbox, uint32_t bytes, uint32_t waits) {
 #if __CUDA_ARCH__ >= 900
     const uint32_t address = shared_address(&mailbox);

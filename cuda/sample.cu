@@ -5,8 +5,8 @@
 //       token = draw(logits of node, sampling parameters, tokens so far, position)
 //       node = the first child of node that carries token, or stop
 //
-// A group of blocks walks a request's tree (group.cuh), 16 in a small batch and 8 in others: sample_row.cuh reads the rows,
-// sample_team.cuh sums over the group, sample_draw.cuh draws.
+// A group of blocks walks a request's tree (group.cuh), 16 in a small batch and 8 or 4 in others: sample_row.cuh reads the rows,
+// sample_team.cuh sums over the group, sample_ranks.cuh finds what top-k and top-p keep, sample_draw.cuh draws.
 //
 // A row that cannot be sampled (NaN, +inf, nothing finite) ends its request's walk and is recorded; indices outside their
 // arrays are recorded, and leave the request out. Other requests go on. Every slot of every output is written.
@@ -17,34 +17,35 @@
 
 namespace specrs {
 
-// What a request is drawn by: its place in the lists of edits, checked. False if the list lies outside its arrays or names an id
-// that is no token, which is recorded. All threads of the group call.
-__device__ __noinline__ bool begin_edits(const SampleParams &p, Team &team, Edits &edits, int32_t request) {
+// A request's list of edits. None lies outside its arrays: that is recorded, and `sound` tells.
+__device__ __forceinline__ Edits edits_of(const SampleParams &p, int32_t request, bool writer, bool &sound) {
     const int32_t begin = reinterpret_cast<const int32_t *>(p.edit_begins)[request];
     const int32_t listed = reinterpret_cast<const int32_t *>(p.edit_counts)[request];
-    if (begin < 0 || listed < 0 || begin > p.edits - listed) {
-        if (team.group.leads() && threadIdx.x == 0) {
-            const int64_t index = begin < 0 ? begin : listed < 0 ? listed : static_cast<int64_t>(begin) + listed - 1;
-            record_fault(p.verify.report, KERNEL_SAMPLE_VERIFY, BUFFER_EDITS, request, -1, index, p.edits);
-        }
-        return false;
+    sound = begin >= 0 && listed >= 0 && begin <= p.edits - listed;
+    if (!sound && writer) {
+        const int64_t index = begin < 0 ? begin : listed < 0 ? listed : static_cast<int64_t>(begin) + listed - 1;
+        record_fault(p.verify.report, KERNEL_SAMPLE_VERIFY, BUFFER_EDITS, request, -1, index, p.edits);
     }
+    Edits edits{};
     edits.tokens = reinterpret_cast<const int32_t *>(p.edit_tokens) + begin;
     edits.biases = reinterpret_cast<const uint32_t *>(p.edit_biases) + begin;
     edits.outputs = reinterpret_cast<const int32_t *>(p.edit_outputs) + begin;
-    edits.listed = listed;
-    if (listed == 0) {
-        return true;
-    }
-    uint64_t bad = 0;
-    for (int32_t i = team.group.rank * THREADS + threadIdx.x; i < listed; i += team.group.size * THREADS) {
-        const int32_t token = __ldg(edits.tokens + i);
+    edits.listed = sound ? listed : 0;
+    return edits;
+}
+
+// Whether this thread found an id in a request's list that is no token, which is recorded.
+__device__ __noinline__ bool has_bad_token(const SampleParams &p, const Group group, const int32_t *tokens, int32_t listed,
+                                           int32_t request) {
+    bool bad = false;
+    for (int32_t i = group.rank * THREADS + threadIdx.x; i < listed; i += group.size * THREADS) {
+        const int32_t token = __ldg(tokens + i);
         if (!in_bounds(token, p.verify.vocab)) {
-            bad = 1;
+            bad = true;
             record_fault(p.verify.report, KERNEL_SAMPLE_VERIFY, BUFFER_EDIT_TOKENS, request, i, token, p.verify.vocab);
         }
     }
-    return largest(team, bad) == 0;
+    return bad;
 }
 
 // The row of a request before its first one: the warp's stretch and its part of the edits.
@@ -69,6 +70,10 @@ __device__ __forceinline__ Row<L> row_of(const SampleParams &p, const Group &gro
     return row;
 }
 
+// A request's tree, if it is no larger: each step looks through it.
+constexpr int HELD_NODES = 128;
+__shared__ int32_t held_parents[HELD_NODES], held_tokens[HELD_NODES];
+
 template <typename L>
 __device__ __forceinline__ void sample_walk(const SampleParams &p) {
     Team team = begin_team();
@@ -84,16 +89,32 @@ __device__ __forceinline__ void sample_walk(const SampleParams &p) {
     const int32_t *lens = reinterpret_cast<const int32_t *>(p.verify.lens);
     const int32_t *parents = reinterpret_cast<const int32_t *>(p.verify.tree_parents) + nodes.begin;
     const int32_t *tokens = reinterpret_cast<const int32_t *>(p.verify.tree_tokens) + nodes.begin;
-    Edits edits{};
+    bool more;
+    const Edits edits = edits_of(p, request, writer && nodes.size > 0, more);
+    more = more && nodes.size > 0;
     Walk walk = {0, 0};
-    bool more = nodes.size > 0 && begin_edits(p, team, edits, request);
     Row<L> row = row_of<L>(p, team.group, sampler, edits);
+    const typename L::Storage *logits = reinterpret_cast<const typename L::Storage *>(p.verify.logits);
+    if (more) {
+        begin_row(row, logits + static_cast<int64_t>(nodes.begin) * p.verify.logits_stride);
+    }
+    if (nodes.size <= HELD_NODES) {
+        for (int32_t i = threadIdx.x; i < nodes.size; i += THREADS) {
+            held_parents[i] = parents[i];
+            held_tokens[i] = tokens[i];
+        }
+        parents = held_parents;
+        tokens = held_tokens;
+    }
+    group_arrive();
+    group_wait();
+    if (more && edits.listed > 0) {
+        const bool bad = has_bad_token(p, team.group, edits.tokens, edits.listed, request);
+        more = largest(team, __any_sync(ALL_LANES, bad)) == 0;
+    }
     while (more) {
         const int32_t at = nodes.begin + walk.node;
         const uint32_t position = static_cast<uint32_t>(lens[request]) + static_cast<uint32_t>(walk.length) + 1;
-        row.edits.depth = walk.length;
-        begin_row(row, reinterpret_cast<const typename L::Storage *>(p.verify.logits) +
-                           static_cast<int64_t>(at) * p.verify.logits_stride);
         Fault fault;
         const int32_t token = draw_token(team, row, sampler, position, fault);
         if (writer && token == NO_TOKEN) {
@@ -102,26 +123,33 @@ __device__ __forceinline__ void sample_walk(const SampleParams &p) {
             reinterpret_cast<int32_t *>(p.verify.faults)[request] = fault.probe;
         }
         more = step(p.verify, KERNEL_SAMPLE_VERIFY, request, nodes, parents, tokens, token, walk, writer);
-        if (threadIdx.x == 0) {
-            walk_path[row.edits.depth] = token;
+        if (more) {
+            if (row.edits.penalises) {
+                if (threadIdx.x == 0) {
+                    walk_path[row.edits.depth] = token;
+                }
+                __syncthreads();
+            }
+            row.edits.depth = walk.length;
+            begin_row(row, logits + static_cast<int64_t>(nodes.begin + walk.node) * p.verify.logits_stride);
         }
-        __syncthreads();
     }
-    if (!team.group.leads()) {
-        return;
+    group_arrive();
+    if (team.group.leads()) {
+        if (writer) {
+            reinterpret_cast<int32_t *>(p.verify.walk_lengths)[request] = walk.length;
+        }
+        if (last_block(p.verify.counter, p.verify.requests)) {
+            gather_walks(p.verify, live);
+        }
     }
-    if (writer) {
-        reinterpret_cast<int32_t *>(p.verify.walk_lengths)[request] = walk.length;
-    }
-    if (last_block(p.verify.counter, p.verify.requests)) {
-        gather_walks(p.verify, live);
-    }
+    group_wait();
 }
 
 }  // namespace specrs
 
 #define SPECRS_SAMPLE(name, logit)                                                                                 \
-    extern "C" __global__ void __launch_bounds__(specrs::THREADS, 2)                                               \
+    extern "C" __global__ void __launch_bounds__(specrs::THREADS, 1)                                               \
         name(const __grid_constant__ specrs::SampleParams p) {                                                     \
         specrs::sample_walk<specrs::logit>(p);                                                                     \
     }

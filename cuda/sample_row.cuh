@@ -115,10 +115,13 @@ static __device__ __noinline__ int32_t first_from(const int32_t *tokens, int32_t
     return low;
 }
 
-// Logits of a warp's stretch: whole turns of the warp, so that all lanes always have one.
+// Logits of a turn of a warp: four a lane, and a stretch is whole turns.
+constexpr int32_t TURN = 128;
+
+// Logits of a warp's stretch.
 __device__ __forceinline__ int32_t stretch_of(int32_t vocab, int32_t wide, uint32_t blocks) {
     const int32_t warps = static_cast<int32_t>(blocks) * WARPS;
-    return ((vocab + wide - 1 + warps - 1) / warps + 31) / 32 * 32;
+    return ((vocab + wide - 1 + warps - 1) / warps + TURN - 1) / TURN * TURN;
 }
 
 // A row of logits, as one warp sees it. Places count the elements from the last 16-byte boundary up to the row's first on;
@@ -129,41 +132,60 @@ struct Row {
     int32_t vocab;
     // Elements before the row's first one.
     int32_t lead;
-    // The stretch: its first place and size; multiples of 32.
+    // The stretch: its first place and size; multiples of TURN.
     int32_t first, size;
-    // Most logits that the warp holds; a multiple of 32, at most 1024.
+    // Most logits that the warp holds; a multiple of TURN.
     int32_t piece;
     Edits edits;
 
     __device__ __forceinline__ bool whole() const { return size <= piece; }
 };
 
+// The vector of logits from `id` on, a part of which may lie outside the row: that is -inf.
+template <typename L>
+__device__ __noinline__ uint4 load_edge(const typename L::Storage *logits, int32_t id, int32_t vocab) {
+    LogitVector<L> v;
+#pragma unroll
+    for (int j = 0; j < L::WIDE; ++j) {
+        v.bits[j] = in_bounds(id + j, vocab) ? logits[id + j] : L::LEAST;
+    }
+    return v.vector;
+}
+
+// Copy 16 bytes into shared memory, which are there once `end_copies` has been called.
+__device__ __forceinline__ void begin_copy(void *to, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Load the logits of `count` places of the stretch from `from` on. For a whole warp.
 template <typename L>
-__device__ __noinline__ void load(const Row<L> &row, int32_t from, int32_t count) {
+__device__ __forceinline__ void load(const Row<L> &row, int32_t from, int32_t count) {
     constexpr int GROUP = 4;  // vectors in flight
     float *held = held_piece(row.piece);
-    const typename L::Storage *logits = row.logits;
-    const int32_t first = row.first + from - row.lead, vocab = row.vocab;
+    const int32_t first = row.first + from - row.lead;
+    const auto inside = [&](int32_t id) { return id >= 0 && id + L::WIDE <= row.vocab; };
     __syncwarp();  // all lanes have read what was held
     for (int32_t base = static_cast<int32_t>(threadIdx.x % 32) * L::WIDE; base < count; base += 32 * L::WIDE * GROUP) {
         LogitVector<L> v[GROUP];
 #pragma unroll
         for (int g = 0; g < GROUP; ++g) {
             const int32_t i = base + g * 32 * L::WIDE, id = first + i;
-            if (i < count && id >= 0 && id + L::WIDE <= vocab) {
-                v[g].vector = __ldg(reinterpret_cast<const uint4 *>(logits + id));
+            if (i >= count) {
+                continue;
+            }
+            if (!inside(id)) {
+                v[g].vector = load_edge<L>(row.logits, id, row.vocab);
+            } else if (sizeof(typename L::Storage) == sizeof(float)) {
+                begin_copy(held + i, row.logits + id);
             } else {
-#pragma unroll
-                for (int j = 0; j < L::WIDE; ++j) {
-                    v[g].bits[j] = i < count && in_bounds(id + j, vocab) ? logits[id + j] : L::LEAST;
-                }
+                v[g].vector = __ldg(reinterpret_cast<const uint4 *>(row.logits + id));
             }
         }
 #pragma unroll
         for (int g = 0; g < GROUP; ++g) {
             const int32_t i = base + g * 32 * L::WIDE;
-            if (i < count) {
+            if (i < count && !(sizeof(typename L::Storage) == sizeof(float) && inside(first + i))) {
 #pragma unroll
                 for (int j = 0; j < L::WIDE; j += 4) {
                     *reinterpret_cast<float4 *>(held + i + j) =
@@ -173,10 +195,17 @@ __device__ __noinline__ void load(const Row<L> &row, int32_t from, int32_t count
             }
         }
     }
+    end_copies();
     __syncwarp();
     if (row.edits.any()) {
         edit(row.edits, row.piece, first, count);
     }
+}
+
+// The same out of line, for rows that are not held whole.
+template <typename L>
+__device__ __noinline__ void load_piece(const Row<L> row, int32_t from, int32_t count) {
+    load(row, from, count);
 }
 
 // Call `f(from, count)` for each piece of the stretch, when it is held. For a whole warp.
@@ -185,7 +214,7 @@ __device__ __forceinline__ void each_piece(const Row<L> &row, F f) {
     for (int32_t from = 0; from < row.size; from += row.piece) {
         const int32_t count = min(row.piece, row.size - from);
         if (!row.whole()) {
-            load(row, from, count);
+            load_piece(row, from, count);
         }
         f(from, count);
     }
@@ -195,24 +224,47 @@ __device__ __forceinline__ void each_piece(const Row<L> &row, F f) {
 // outside the row come too, with -inf, so what has no weight must not count. `made` only computes: four calls of it overlap.
 template <typename L, typename Made, typename Use>
 __device__ __forceinline__ void each(const Row<L> &row, Made made, Use use) {
-    constexpr int TOGETHER = 4;
-    const int32_t lane = threadIdx.x % 32, first = row.first - row.lead + lane;
-    const float *held = held_piece(row.piece) + lane;
+    const int32_t lane = threadIdx.x % 32, first = row.first - row.lead + 4 * lane;
+    const float4 *held = reinterpret_cast<const float4 *>(held_piece(row.piece)) + lane;
     each_piece(row, [&](int32_t from, int32_t count) {
-        for (int32_t base = 0; base < count; base += 32 * TOGETHER) {
-            float x[TOGETHER];
-            decltype(made(0, 0.0f)) of[TOGETHER];
+#pragma unroll 1
+        for (int32_t base = 0; base < count; base += TURN) {
+            const float4 four = held[base / 4];
+            const float x[4] = {four.x, four.y, four.z, four.w};
+            decltype(made(0, 0.0f)) of[4];
 #pragma unroll
-            for (int k = 0; k < TOGETHER; ++k) {
-                x[k] = base + k * 32 < count ? held[base + k * 32] : __uint_as_float(0xff800000u);
+            for (int k = 0; k < 4; ++k) {
+                of[k] = made(first + from + base + k, x[k]);
             }
 #pragma unroll
-            for (int k = 0; k < TOGETHER; ++k) {
-                of[k] = made(first + from + base + k * 32, x[k]);
+            for (int k = 0; k < 4; ++k) {
+                use(first + from + base + k, x[k], of[k]);
+            }
+        }
+    });
+}
+
+// The same where of a turn's logits one is `worth` it in some lane; those of other turns are left out.
+template <typename L, typename Worth, typename Made, typename Use>
+__device__ __forceinline__ void each_of(const Row<L> &row, Worth worth, Made made, Use use) {
+    const int32_t lane = threadIdx.x % 32, first = row.first - row.lead + 4 * lane;
+    const float4 *held = reinterpret_cast<const float4 *>(held_piece(row.piece)) + lane;
+    each_piece(row, [&](int32_t from, int32_t count) {
+#pragma unroll 1
+        for (int32_t base = 0; base < count; base += TURN) {
+            const float4 four = held[base / 4];
+            const float x[4] = {four.x, four.y, four.z, four.w};
+            if (!__any_sync(ALL_LANES, worth(x[0]) | worth(x[1]) | worth(x[2]) | worth(x[3]))) {
+                continue;
+            }
+            decltype(made(0, 0.0f)) of[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                of[k] = made(first + from + base + k, x[k]);
             }
 #pragma unroll
-            for (int k = 0; k < TOGETHER; ++k) {
-                use(first + from + base + k * 32, x[k], of[k]);
+            for (int k = 0; k < 4; ++k) {
+                use(first + from + base + k, x[k], of[k]);
             }
         }
     });
@@ -242,9 +294,18 @@ __device__ __forceinline__ uint64_t own_best(const Row<L> &row) {
     return rank_key(top, static_cast<uint32_t>(at));
 }
 
-// The same of the logits before edits.
+// A key of this thread's largest logit, edited, that does not say where it is.
 template <typename L>
-__device__ __noinline__ uint64_t own_best_unedited(const Row<L> &row) {
+__device__ __forceinline__ uint64_t own_most(const Row<L> &row) {
+    float top = __uint_as_float(0xff800000u);
+    const auto itself = [](int32_t, float x) { return x; };
+    each(row, itself, [&](int32_t, float x, float) { top = max_nan(top, x); });
+    return rank_key(top, 0);
+}
+
+// The same as `own_best` of the logits before edits.
+template <typename L>
+__device__ __noinline__ uint64_t own_best_unedited(const Row<L> row) {
     uint64_t best = 0;
     for (int32_t i = threadIdx.x % 32; i < row.size; i += 32) {
         const int32_t id = row.first - row.lead + i;

@@ -5,44 +5,58 @@
 
 namespace specrs {
 
-constexpr int BINS = 1024;
-constexpr int CANDIDATES = THREADS;
+constexpr int BINS = 256;
+// Tokens that all blocks together may gather, whose ranks are compared pair by pair; places for them, the same number a block.
+constexpr int CANDIDATES = 256;
+constexpr int KEYS = 704;
+// Parts of a row whose largest logits are known: half-warps and the like.
+constexpr int TOPS = 256;
 constexpr int MOST_SUMS = 3;
 static_assert(WARPS <= 32, "the warps of a block are summed in one warp");
+static_assert(BINS <= THREADS && CANDIDATES <= THREADS, "a thread for each");
 
-// Mailboxes of a block, by what they count: posts of both turns, bins of this block's share, sums of all bins, gathered keys,
-// a published value.
-enum Box { BOX_POSTED, BOX_POSTED_NEXT, BOX_PARTS, BOX_SUMS, BOX_KEYS, BOX_PUBLISHED, BOXES };
+// Mailboxes of a block, by what they count: posts of both turns, bins, gathered ranks, the largest logits of warps, a published
+// value.
+enum Box { BOX_POSTED, BOX_POSTED_NEXT, BOX_BINS, BOX_KEYS, BOX_TOPS, BOX_PUBLISHED, BOXES };
+
+// A gathered token: its rank, or its id, and what it weighs.
+struct alignas(16) Entry {
+    uint64_t key, weight;
+};
 
 struct Shared {
-    Mailbox mailboxes[BOXES];
-    // This block's part of a histogram (0 between histograms); all blocks' parts of its share of the bins; the whole.
-    uint32_t bins[BINS];
-    uint32_t parts[BINS];
+    // The histogram of each block, and their sum.
+    alignas(16) uint32_t bins[MAX_GROUP][BINS];
     uint32_t sums[BINS];
-    // Ranks of gathered tokens.
-    uint64_t keys[CANDIDATES];
-    int32_t gathered;
-    uint64_t warp_sums[MOST_SUMS][WARPS];
-    // A value of each block of the group, in turns; what the first warp made of them.
+    // Ranks that the blocks gathered, in turns: a block may send while another still reads.
+    alignas(16) uint64_t keys[2][KEYS];
+    // All gathered tokens, by rank and by id.
+    Entry by_rank[CANDIDATES], by_id[CANDIDATES];
+    // The largest logits of the parts of a row, as the upper halves of keys.
+    alignas(16) uint32_t tops[TOPS];
+    Mailbox mailboxes[BOXES];
+    // The values of each warp of the block and of each block of the group, in turns.
+    uint64_t warp_sums[2][MOST_SUMS][WARPS];
     uint64_t posted[2][MOST_SUMS][MAX_GROUP];
-    uint64_t totals[MOST_SUMS], totals_before[MOST_SUMS];
-    uint64_t published;
-    int32_t found_bin;
+    uint64_t kept[MAX_GROUP > WARPS ? MAX_GROUP : WARPS];
+    uint64_t found, published;
+    int32_t gathered, found_bin;
 };
+static_assert(KEYS % (2 * MAX_GROUP) == 0 && TOPS % (4 * MAX_GROUP) == 0, "copies are of 16 bytes");
 
 // Named, not passed on: through a reference every access would be a generic one, and an atomic one slow.
 __shared__ Shared shared;
-static_assert(sizeof(Shared) + sizeof(walk_path) <= 24 << 10, "SHARED of src/device/kernels/sample.rs is too little");
+static_assert(sizeof(Shared) + sizeof(walk_path) <= 46 << 10, "SHARED of src/device/kernels/sample.rs is too little");
 
 // The blocks of a group at work on one request, as one of them sees it.
 struct Team {
     Group group;
     // A bit for each mailbox: whether it was waited for an odd number of times.
     uint32_t odd;
-    uint32_t turn;
+    // Turns of posts and gathered ranks.
+    uint32_t turn, keys_turn;
 
-    // Wait until `bytes` have arrived. All threads of the block call.
+    // Wait until `bytes` have arrived, or so many from each other block. All threads of the block call.
     __device__ __forceinline__ void receive(Box box, uint32_t bytes) {
         await(shared.mailboxes[box], bytes, odd >> box);
         odd ^= 1u << box;
@@ -50,20 +64,18 @@ struct Team {
         __syncthreads();
 #endif
     }
+    __device__ __forceinline__ void receive_shares(Box box, uint32_t bytes) { receive(box, (group.size - 1) * bytes); }
 };
 
-// Open the mailboxes; ends with the barrier before which a block of the group may not have begun.
+// Open the mailboxes. A barrier of the group has to follow before anything is sent.
 __device__ __forceinline__ Team begin_team() {
     if (threadIdx.x == 0) {
         for (Mailbox &mailbox : shared.mailboxes) {
             open_mailbox(mailbox);
         }
+        shared.gathered = 0;
     }
-    for (int bin = threadIdx.x; bin < BINS; bin += THREADS) {
-        shared.bins[bin] = 0;
-    }
-    group_barrier();
-    return {own_group(), 0, 0};
+    return {own_group(), 0, 0, 0};
 }
 
 // Sum of `x` over the warp, for all lanes; below 2^59, as the weight of a whole vocabulary is.
@@ -90,143 +102,95 @@ __device__ __forceinline__ uint64_t warp_scan(uint64_t x) {
     return x;
 }
 
-// What each block's first warp holds in `x`, for the first warp of each: that of block `lane`, 0 in lanes without one. All threads
-// call; in between lies a barrier of each block.
-template <int N>
-__device__ __forceinline__ void exchange(Team &team, uint64_t (&x)[N]) {
-    // In turns: a block may post again while another still waits or reads.
-    const Box box = team.turn == 0 ? BOX_POSTED : BOX_POSTED_NEXT;
+// Post each warp's `x`: `reduce` makes one of those of a block's warps, which then stands in `posted[turn][n]` of every block.
+// All threads call; what a block wrote before it calls, `send_more` may send. In turns, since a block may post again while another
+// still reads; a barrier of the block lies in between.
+template <int N, typename Reduce, typename Send>
+__device__ __forceinline__ uint32_t post(Team &team, const uint64_t (&x)[N], Reduce reduce, Send send_more) {
+    const uint32_t lane = threadIdx.x % 32, turn = team.turn;
+    const Box box = turn == 0 ? BOX_POSTED : BOX_POSTED_NEXT;
+    if (lane == 0) {
+        for (int n = 0; n < N; ++n) {
+            shared.warp_sums[turn][n][threadIdx.x / 32] = x[n];
+        }
+    }
+    __syncthreads();
     if (threadIdx.x < 32) {
-        uint64_t(*posted)[MAX_GROUP] = shared.posted[team.turn];
-        if (threadIdx.x < team.group.size) {
-            for (int n = 0; n < N; ++n) {
-                send(posted[n][team.group.rank], threadIdx.x, x[n], shared.mailboxes[box]);
+        for (int n = 0; n < N; ++n) {
+            const uint64_t value = reduce(lane < WARPS ? shared.warp_sums[turn][n][lane] : 0);
+            if (lane < team.group.size) {
+                send(shared.posted[turn][n][team.group.rank], lane, value, shared.mailboxes[box]);
             }
         }
-        await(shared.mailboxes[box], team.group.size * N * sizeof(uint64_t), team.odd >> box);
-        __syncwarp();
-        for (int n = 0; n < N; ++n) {
-            x[n] = threadIdx.x < team.group.size ? posted[n][threadIdx.x] : 0;
-        }
     }
-    team.odd ^= 1u << box;
+    send_more();
+    team.receive(box, team.group.size * N * sizeof(uint64_t));
     team.turn ^= 1;
+    return turn;
 }
 
-// The sums of each warp's `x` over the group, for all threads: `total`, and `before` over the blocks before this one. Each
-// warp's first sum stays in `warp_sums[0]`.
-template <int N>
-__device__ __forceinline__ void sum_warps(Team &team, const uint64_t (&x)[N], uint64_t (&before)[N],
-                                          uint64_t (&total)[N]) {
-    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (lane == 0) {
-        for (int n = 0; n < N; ++n) {
-            shared.warp_sums[n][warp] = x[n];
+// Send the `bytes` at `at` to the same place in all other blocks, each by a warp.
+__device__ __forceinline__ void share(const Team &team, const void *at, uint32_t bytes, Box box) {
+    if (threadIdx.x % 32 == 0) {
+        for (uint32_t block = threadIdx.x / 32; block < team.group.size; block += WARPS) {
+            if (block != team.group.rank) {
+                send_bytes(at, block, bytes, shared.mailboxes[box]);
+            }
         }
-    }
-    __syncthreads();
-    uint64_t blocks[N];
-    if (warp == 0) {
-        for (int n = 0; n < N; ++n) {
-            blocks[n] = warp_sum(lane < WARPS ? shared.warp_sums[n][lane] : 0);
-        }
-    }
-    exchange(team, blocks);
-    if (warp == 0) {
-        for (int n = 0; n < N; ++n) {
-            shared.totals[n] = warp_sum(blocks[n]);
-            shared.totals_before[n] = warp_sum(lane < team.group.rank ? blocks[n] : 0);
-        }
-    }
-    __syncthreads();
-    for (int n = 0; n < N; ++n) {
-        total[n] = shared.totals[n];
-        before[n] = shared.totals_before[n];
     }
 }
 
-// The largest key over the group, for all threads.
-__device__ __forceinline__ uint64_t largest(Team &team, uint64_t key) {
-    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    key = warp_largest(key);
-    if (lane == 0) {
-        shared.warp_sums[0][warp] = key;
-    }
-    __syncthreads();
-    uint64_t blocks[1] = {warp == 0 ? warp_largest(lane < WARPS ? shared.warp_sums[0][lane] : 0) : 0};
-    exchange(team, blocks);
-    if (warp == 0) {
-        shared.totals[0] = warp_largest(blocks[0]);
-    }
-    __syncthreads();
-    return shared.totals[0];
+// The sum of each warp's `x` over the group, for all threads: `total`, and `before` over the warps before this one.
+template <typename Send>
+__device__ __forceinline__ uint64_t sum_warps(Team &team, uint64_t x, uint64_t &before, Send send_more) {
+    const uint64_t own[1] = {x};
+    const auto sum = [](uint64_t x) { return warp_sum(x); };
+    const uint32_t turn = post(team, own, sum, send_more), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const uint64_t block = lane < team.group.size ? shared.posted[turn][0][lane] : 0;
+    before = warp_sum(lane < team.group.rank ? block : 0) +
+             warp_sum(lane < warp ? shared.warp_sums[turn][0][lane % WARPS] : 0);
+    return warp_sum(block);
 }
 
-// Tell all blocks a value; one thread of the group calls, and all then `published`.
+// The largest of each warp's keys over the group, for all threads.
+__device__ __forceinline__ uint64_t largest(Team &team, uint64_t warp_key) {
+    const uint64_t own[1] = {warp_key};
+    const auto most = [](uint64_t x) { return warp_largest(x); };
+    const uint32_t turn = post(team, own, most, [] {}), lane = threadIdx.x % 32;
+    return warp_largest(lane < team.group.size ? shared.posted[turn][0][lane] : 0);
+}
+
+// Tell all blocks a value; one warp of the group calls, and all threads then `published`.
 __device__ __forceinline__ void publish(uint64_t value, const Group &group) {
-    for (uint32_t rank = 0; rank < group.size; ++rank) {
-        send(shared.published, rank, value, shared.mailboxes[BOX_PUBLISHED]);
+    if (threadIdx.x % 32 < group.size) {
+        send(shared.published, threadIdx.x % 32, value, shared.mailboxes[BOX_PUBLISHED]);
     }
 }
 
-// Ends with a barrier of the block.
 __device__ __forceinline__ uint64_t published(Team &team) {
     team.receive(BOX_PUBLISHED, sizeof(uint64_t));
-    __syncthreads();
     return shared.published;
 }
 
-// ---- The first threads of a block: a power of two from 32 on, each with one value ----
-
-__device__ __forceinline__ int threads_for(int n) { return n <= 32 ? 32 : 1 << (32 - __clz(n - 1)); }
-
-// A barrier of the first `threads` threads.
-__device__ __forceinline__ void barrier_of(int threads) {
-    if (threads == 32) {
-        __syncwarp();
-    } else {
-        asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
+// The sum of the weights of those of `n` entries, at most CANDIDATES, whose key is at most that of entry `place`. Some lanes of a
+// warp add it up for each place: the first of them gets its number, and others n. All threads of the block call.
+static __device__ __noinline__ uint64_t sum_upto(const Entry *entries, int n, int &place) {
+    // Lanes a place, as a shift, where places are a power of two.
+    const int shift = __clz(max(n, 32) - 1) - __clz(THREADS - 1), lanes = 1 << shift, lane = threadIdx.x & (lanes - 1);
+    static_assert(CANDIDATES <= THREADS && THREADS <= 1024, "a lane for each place, and a warp's lanes are enough for a place");
+    const int of = threadIdx.x >> shift;
+    const uint64_t key = of < n ? entries[of].key : 0;
+    uint64_t sum = 0;
+#pragma unroll 4
+    for (int i = lane; i < n; i += lanes) {
+        const Entry entry = entries[i];
+        sum += entry.key <= key ? entry.weight : 0;
     }
-}
-
-// Sum of `x` over this thread and those before it; `total` is that of all `threads`.
-__device__ __noinline__ uint64_t scan(uint64_t x, int threads, uint64_t &total) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    x = warp_scan(x);
-    if (threads == 32) {
-        total = __shfl_sync(ALL_LANES, x, 31);
-        return x;
+    for (int d = 1; d < lanes; d *= 2) {
+        sum += __shfl_xor_sync(ALL_LANES, sum, d);
     }
-    if (lane == 31) {
-        shared.warp_sums[0][warp] = x;
-    }
-    barrier_of(threads);
-    const uint64_t sum = lane < threads / 32 ? shared.warp_sums[0][lane] : 0;
-    total = warp_sum(sum);
-    x += warp_sum(lane < warp ? sum : 0);
-    barrier_of(threads);
-    return x;
-}
-
-// The keys of `threads` threads in ascending order. Through `shared.keys`.
-__device__ __noinline__ uint64_t sort(uint64_t key, int threads) {
-    const int thread = threadIdx.x;
-    for (int run = 2; run <= threads; run *= 2) {
-        for (int d = run / 2; d > 0; d /= 2) {
-            uint64_t other;
-            if (d >= 32) {
-                barrier_of(threads);
-                shared.keys[thread] = key;
-                barrier_of(threads);
-                other = shared.keys[thread ^ d];
-            } else {
-                other = __shfl_xor_sync(ALL_LANES, key, d);
-            }
-            const bool smaller = ((thread & d) == 0) == ((thread & run) == 0);
-            key = (key < other) == smaller ? key : other;
-        }
-    }
-    return key;
+    place = lane == 0 ? min(of, n) : n;
+    return sum;
 }
 
 }  // namespace specrs

@@ -1,6 +1,6 @@
-// Puts changed columns of the page table from a staging slot in pinned host memory into the table on the device: one
-// block a change. A change names its row, its first column, how many columns, and where its page ids begin in the slot.
-// Row, columns and ids are checked here although the host made them: the slot is memory that the host writes again.
+// Puts changed columns of the page table from a staging slot into the table on the device: one block a change. A change names its
+// row, its first column, how many columns, and where its page ids begin in the slot. Row, columns and ids are checked here
+// although the host made them.
 #include "common.cuh"
 
 extern "C" __global__ void __launch_bounds__(128) table_update(const __grid_constant__ specrs::TableUpdateParams p) {

@@ -47,8 +47,9 @@ __device__ __forceinline__ int32_t child_with(const int32_t *parents, const int3
                                               int32_t token) {
     for (int32_t first = node + 1; first < size; first += 32) {
         const int32_t j = first + threadIdx.x % 32;
-        const bool found = j < size && parents[j] == node && tokens[j] == token;
-        const uint32_t mask = __ballot_sync(0xffffffffu, found);
+        // Both are loaded before either is compared.
+        const int32_t parent = j < size ? parents[j] : -1, carried = j < size ? tokens[j] : 0;
+        const uint32_t mask = __ballot_sync(0xffffffffu, parent == node && carried == token);
         if (mask != 0) {
             return first + __ffs(mask) - 1;
         }
@@ -107,16 +108,7 @@ static __device__ void gather_walks(const VerifyParams &p, int32_t live) {
         int32_t total;
         const int32_t begin = start + block_before(length, sums, total);
         if (request < p.requests) {
-            const int32_t at = request * p.max_path;
-            const int32_t node = length > 0 ? reinterpret_cast<const int32_t *>(p.offsets)[request] : 0;
             out_offsets[request] = begin;
-            for (int32_t d = 0; d < length; ++d) {
-                const int32_t n = __ldcg(walk_paths + at + d);
-                paths[begin + d] = n;
-                rows[begin + d] = node + n;
-                tokens[begin + d] = __ldcg(walk_tokens + at + d);
-            }
-            reinterpret_cast<int32_t *>(p.roots)[request] = length > 0 ? __ldcg(walk_tokens + at + length - 1) : 0;
             const int32_t len = request < live ? reinterpret_cast<const int32_t *>(p.lens)[request] : 0;
             reinterpret_cast<int32_t *>(p.new_lens)[request] = len + length;
         }
@@ -124,6 +116,25 @@ static __device__ void gather_walks(const VerifyParams &p, int32_t live) {
     }
     if (threadIdx.x == 0) {
         out_offsets[p.requests] = start;
+    }
+    __syncthreads();
+    // A warp a request, so that a walk's nodes are loaded side by side.
+    for (int32_t request = threadIdx.x / 32; request < p.requests; request += blockDim.x / 32) {
+        const int32_t length = __ldcg(lengths + request), begin = out_offsets[request];
+        const int32_t node = reinterpret_cast<const int32_t *>(p.offsets)[request];
+        const int32_t *walked = walk_paths + request * p.max_path, *drawn = walk_tokens + request * p.max_path;
+        for (int32_t d = threadIdx.x % 32; d < max(length, 1); d += 32) {
+            // The first entry is there to be read, whatever it holds.
+            const int32_t n = __ldcg(walked + d), token = __ldcg(drawn + d);
+            if (d < length) {
+                paths[begin + d] = n;
+                rows[begin + d] = node + n;
+                tokens[begin + d] = token;
+            }
+            if (d == max(length, 1) - 1) {
+                reinterpret_cast<int32_t *>(p.roots)[request] = length > 0 ? token : 0;
+            }
+        }
     }
     for (int32_t i = start + threadIdx.x; i < p.requests * p.max_path; i += blockDim.x) {
         paths[i] = 0;

@@ -1,9 +1,9 @@
 //! The page table on the device: a mirror that follows the pool's, in stream order.
 //!
-//! The pool knows which columns changed since a mirror looked last. The mirror copies them to a slot of a ring of pinned
-//! memory while it holds the pool's read access, and launches one kernel that stores them: behind the work that the
-//! stream has, which saw the table of its own plans, and before the next. A slot is written again once the kernel that
-//! read it has finished.
+//! The pool knows which columns changed since a mirror looked last. The mirror writes them to a slot of a ring of pinned
+//! memory while it holds the pool's read access, has the slot copied to the device, and launches one kernel that stores them:
+//! behind the work that the stream has, which saw the table of its own plans, and before the next. A slot is written again
+//! once its copy has finished. The kernel could read pinned memory itself, but only by reads that wait for one another.
 //!
 //! ```no_run
 //! # use std::sync::Arc;
@@ -24,7 +24,7 @@ use std::sync::Arc;
 use super::devices::Device;
 use super::driver::Stream;
 use super::kernels::CHANGE_WORDS;
-use super::memory::{Arena, ArenaPlan, PinnedBuffer, Region};
+use super::memory::{Arena, ArenaPlan, DeviceBuffer, PinnedBuffer, Region};
 use super::view::DeviceSlice;
 use crate::error::{Error, Result};
 use crate::pool::{ChangeKind, Epoch, PoolConfig, Tables};
@@ -88,6 +88,8 @@ pub struct TableMirror {
     region: Region<i32>,
     shape: TableShape,
     ring: Vec<PinnedBuffer>,
+    /// The last slot that was sent, on the device.
+    staged: DeviceBuffer,
     /// The slot that is written next.
     next: usize,
     /// The moment that the mirror has reached; `None` before the first upload.
@@ -116,9 +118,10 @@ impl TableMirror {
         }
         let ring = (0..SLOTS).map(|_| PinnedBuffer::new(device, "staging of the page table", shape.slot_words() * 4));
         let ring = ring.collect::<Result<_>>()?;
+        let staged = DeviceBuffer::new(device, "changes of the page table", shape.slot_words() * 4)?;
         arena.zero(region, stream)?;
         let versions = vec![0; shape.max_seqs as usize];
-        Ok(Self { device, arena, region, shape, ring, next: 0, epoch: None, versions })
+        Ok(Self { device, arena, region, shape, ring, staged, next: 0, epoch: None, versions })
     }
 
     /// The table, `int32[max_seqs, row_pages]`; columns that no sequence uses are 0, the sink.
@@ -194,15 +197,12 @@ impl TableMirror {
         let words = &slot.words[..slot.end];
         bytes[..words.len() * 4].copy_from_slice(bytemuck::cast_slice(words));
         let (rows, width) = (self.shape.max_seqs, self.shape.row_pages);
-        let ordinal = self.arena.buffer().ordinal();
-        // SAFETY: the slot and the arena live until `used_on`'s events, of the launch below, have been reached.
-        let (staged, table) = unsafe {
-            let staged = DeviceSlice::from_raw("staged", pinned.device_address(), words.len(), ordinal);
-            (staged?, self.arena.slice(self.region)?)
-        };
+        self.staged.upload(0, pinned, words.len() * 4, stream)?;
+        // SAFETY: the buffer and the arena live until `used_on`'s events, of the launch below, have been reached.
+        let (staged, table) = unsafe { (self.staged.slice("staged", 0, words.len())?, self.arena.slice(self.region)?) };
         let kernel = &self.device.kernels().table_update;
         let launched = kernel.launch(stream, &table, [rows, width], self.shape.num_pages, &staged, slot.changes as u32);
-        let told = [pinned.used_on(stream), self.arena.buffer().used_on(stream)];
+        let told = [self.staged.used_on(stream), self.arena.buffer().used_on(stream)];
         told.into_iter().fold(launched, Result::and)?;
         done.columns += slot.end - slot.ids;
         done.launches += 1;

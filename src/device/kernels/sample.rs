@@ -20,15 +20,13 @@ pub const MAX_SAMPLED_VOCAB: usize = 1 << 18;
 /// Threads and warps of a block: `THREADS` and `WARPS` of the kernel.
 const THREADS: u32 = 512;
 const WARPS: usize = THREADS as usize / 32;
-/// Blocks of a request, where the GPU has clusters, in a small batch: as long as all requests run at once.
-const LARGE_CLUSTER: u32 = 16;
-/// In others: every GPU with clusters has those, and they hold a row of a vocabulary of 128k whole. With fewer each pass reads
-/// it again, which was faster for peaked rows of 64 requests, and slower for flat ones.
-const CLUSTER: u32 = 8;
-/// Most logits that a warp holds, as the kernel bounds it: with 8 blocks, all of a vocabulary of 128k.
-const PIECE: usize = 1024;
-/// Bytes of shared memory of a block beside the logits: no less than `Shared` and the rest in the kernel.
-const SHARED: u32 = 24 << 10;
+/// Blocks of a request, where the GPU has clusters: the first of these of which all requests run at once, else the last one that
+/// holds a whole row.
+const CLUSTERS: [u32; 3] = [16, 8, 4];
+/// Logits that a warp's lanes take at a time: `TURN` of the kernel.
+const TURN: usize = 128;
+/// Bytes of shared memory of a block beside the logits: no less than the kernel has.
+const SHARED: u32 = 48 << 10;
 /// 64-bit words of a [`SamplerRow`].
 pub const SAMPLER_ROW_WORDS: usize = size_of::<SamplerRow>() / 8;
 
@@ -100,8 +98,8 @@ impl DeviceSamplers {
 #[derive(Debug)]
 pub struct SampleVerify {
     walk: [Function; 3],
-    /// Requests up to which each has a large cluster; `None` on a GPU without clusters.
-    large: Option<u32>,
+    /// Clusters of each size of [`CLUSTERS`] that run at once; none on a GPU without clusters.
+    at_once: Vec<u32>,
     /// Most logits that a warp holds.
     most: usize,
     _module: Module,
@@ -116,28 +114,26 @@ impl SampleVerify {
         let [f32, bf16, f16] = ["sample_walk_f32", "sample_walk_bf16", "sample_walk_f16"].map(|n| module.function(n));
         let walk = [f32?, bf16?, f16?];
         let room = context.shared_memory()?.0.saturating_sub(SHARED) as usize / (4 * WARPS);
-        let most = PIECE.min(room / 32 * 32);
+        let most = room / TURN * TURN;
         for function in walk {
             function.allow_shared(shared_bytes(most))?;
             if image.exact {
                 function.allow_large_clusters()?;
             }
         }
-        let large = if image.exact {
-            Some(walk[0].clusters_at_once(THREADS, LARGE_CLUSTER, shared_bytes(PIECE / 2))?)
-        } else {
-            None
-        };
-        Ok(Self { walk, large, most, _module: module, context })
+        // Registers leave a multiprocessor room for one block, however little of a row it holds.
+        let clusters = if image.exact { &CLUSTERS[..] } else { &[] };
+        let at_once = clusters.iter().map(|blocks| walk[0].clusters_at_once(THREADS, *blocks, shared_bytes(most)));
+        let at_once = at_once.collect::<Result<_>>()?;
+        Ok(Self { walk, at_once, most, _module: module, context })
     }
 
-    /// Blocks of a request in a batch of `requests`.
-    fn blocks(&self, requests: usize) -> u32 {
-        match self.large {
-            None => 1,
-            Some(most) if requests <= most as usize => LARGE_CLUSTER,
-            Some(_) => CLUSTER,
-        }
+    /// Blocks of a request in a batch of `requests`, of which each warp has the stretch that `stretch_of` tells by their number.
+    fn blocks(&self, requests: usize, stretch_of: impl Fn(u32) -> usize) -> u32 {
+        let sizes = || CLUSTERS.iter().zip(&self.at_once).filter(|(_, at_once)| **at_once > 0);
+        let fits = sizes().find(|(_, at_once)| requests <= **at_once as usize);
+        let whole = || sizes().rev().find(|(blocks, _)| stretch_of(**blocks) <= self.most);
+        fits.or_else(whole).map_or(1, |(blocks, _)| *blocks)
     }
 
     /// For each tree: from the root, draw the token of the node's row of logits as
@@ -185,8 +181,9 @@ impl SampleVerify {
             FloatType::Bf16 => (1, 8),
             FloatType::F16 => (2, 8),
         };
-        let blocks = self.blocks(requests);
-        let piece = stretch(o.logits.columns(), wide, blocks).min(self.most);
+        let stretch_of = |blocks| stretch(o.logits.columns(), wide, blocks);
+        let blocks = self.blocks(requests, stretch_of);
+        let piece = stretch_of(blocks).min(self.most);
         let params = SampleParams {
             verify: o.params(context, stream, live)?,
             samplers: s.rows.address(),
@@ -210,7 +207,7 @@ impl SampleVerify {
 
 /// Logits of a warp's stretch of a row, of `wide` in 16 bytes: `stretch_of` of the kernel.
 fn stretch(vocab: usize, wide: usize, blocks: u32) -> usize {
-    (vocab + wide - 1).div_ceil(blocks as usize * WARPS).next_multiple_of(32)
+    (vocab + wide - 1).div_ceil(blocks as usize * WARPS).next_multiple_of(TURN)
 }
 
 /// Bytes of a block's dynamic shared memory where each warp holds `piece` logits.

@@ -31,7 +31,8 @@ impl TableUpdate {
     }
 
     /// Store `changes` changes into `table`, `rows` of `width` columns. `staged` begins with the changes' heads (row,
-    /// first column, columns, index of the first page id) and holds their page ids. It may be pinned host memory under its device address.
+    /// first column, columns, index of the first page id) and holds their page ids. It may be pinned host memory under its
+    /// device address, which is slow.
     ///
     /// A change whose row, columns or ids are not where they may be is left out whole, a page id outside `0..num_pages`
     /// alone; either is recorded for [`Device::check`](crate::device::Device::check).

@@ -112,7 +112,7 @@ declare! {
             edit_outputs: u64,
             /// Capacity of the arrays of edits.
             edits: i32,
-            /// Logits of a row that a warp holds in shared memory; a multiple of 32.
+            /// Logits of a row that a warp holds in shared memory; a multiple of 128.
             piece: i32,
         }
     }

@@ -236,7 +236,7 @@ def blocks_of(vocab: int) -> list[list[int]]:
     """First and last ids of the parts that a group of 1, 2, 4, 8 or 16 blocks cuts a row into, warp by warp."""
     parts = []
     for blocks in (1, 2, 4, 8, 16):
-        size = math.ceil(math.ceil((vocab + 3) / (blocks * 16)) / 32) * 32
+        size = math.ceil(math.ceil((vocab + 3) / (blocks * 16)) / 128) * 128
         parts.append([*range(0, vocab, size), *range(size - 1, vocab - 1, size)])
     return parts
 
@@ -274,7 +274,7 @@ def test_tokens_and_edits_at_the_borders_of_parts(batch: int) -> None:
 def test_more_candidates_than_are_sorted(batch: int) -> None:
     """A nucleus, or the k best, of more tokens than the kernel sorts, with few or many of them at its end."""
     vocab = 70_001
-    for most in (511, 512, 513, 1024, 20_000):
+    for most in (255, 256, 257, 1024, 20_000):
         rng = random.Random(most)
         for end in (1, 2000):
             logits = normal(rng, batch, vocab, 1e-3) - 20
@@ -283,6 +283,23 @@ def test_more_candidates_than_are_sorted(batch: int) -> None:
             ways: list[Json] = [{"top_k": most}, {"top_p": 0.999}, {"top_k": most + 1, "top_p": 0.9}, {"top_p": 0.5}]
             samplers = [core.Sampler(vocab, [], temperature=1.0, **ways[i % 4], seed=i + most) for i in range(batch)]
             check(logits, [[-1]] * batch, [[0]] * batch, list(range(batch)), samplers)
+
+
+@pytest.mark.parametrize("batch", [1, 12, 20, 64])
+def test_the_best_tokens_side_by_side(batch: int) -> None:
+    """The k best are neighbours, more than a block has room for, tied or not; k is about what bounds allow."""
+    vocab = 100_003
+    rng = random.Random(batch)
+    for first in (0, 3, vocab - 300):
+        logits = normal(rng, batch, vocab, 1)
+        logits[:, first : first + 300] += 12
+        logits[::2, first + 40 : first + 90] = 11.0
+        ks = [1, 43, 44, 45, 50, 89, 127, 128, 129, 176, 177, 255, 256, 257]
+        ways: list[Json] = [{"top_k": k, "top_p": p} for k in ks for p in (1.0, 0.8)]
+        samplers = [
+            core.Sampler(vocab, [], temperature=1.0, **ways[(3 * i + first) % 28], seed=i) for i in range(batch)
+        ]
+        check(logits, [[-1]] * batch, [[0]] * batch, list(range(batch)), samplers)
 
 
 @pytest.mark.parametrize("batch", [1, 20, 64])
