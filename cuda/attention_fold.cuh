@@ -47,6 +47,11 @@ __device__ __forceinline__ float fold(float sum, float u, float part, float w) {
     return __fmaf_rn(part, w, __fmul_rn(sum, u));
 }
 
+// tanh(x) within 2^-22 or so of it: 1 - 2 / (1 + e^2x), from `x` times 2 log2(e).
+__device__ __forceinline__ float tanh_of(float x) {
+    return __fsub_rn(1.0f, __fdiv_rn(2.0f, __fadd_rn(1.0f, exp2_approx(x))));
+}
+
 // The output of sums `o` over a row sum `l`; 0 for a row without keys. -0 becomes +0 (see the top).
 __device__ __forceinline__ float normalised(float o, const Folded &f) {
     return f.m == none() ? 0.0f : __fadd_rn(__fdiv_rn(o, f.l), 0.0f);
@@ -71,20 +76,74 @@ __device__ __forceinline__ void clear_queries(const AttentionParams &p, int64_t 
     }
 }
 
+constexpr int MERGED_EARLY = 64;  // rows of a tile beside which a block of `merge` has room
+
+// Sums of splits that a lane has asked for, all at once, and folds in order: VECTORS of four columns of each.
+template <int HD>
+struct Parts {
+    static constexpr int VECTORS = (HD / 4 + 31) / 32;
+    static constexpr int AHEAD = 4;
+    float2 state[AHEAD];
+    float4 part[AHEAD][VECTORS];
+
+    // Ask for part k of `count`, at line `line`.
+    __device__ __forceinline__ void load(const AttentionParams &p, int k, int64_t line) {
+        const int lane = threadIdx.x & 31;
+        state[k] = __ldcg(reinterpret_cast<const float2 *>(p.states) + line);
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            if (v * 32 + lane < HD / 4) {
+                part[k][v] = __ldcg(reinterpret_cast<const float4 *>(p.partials) + line * (HD / 4) + v * 32 + lane);
+            }
+        }
+    }
+    __device__ __forceinline__ void fold_into(int k, float c, Folded &f, float4 (&sum)[VECTORS]) const {
+        if (state[k].x == none()) {
+            return;
+        }
+        if (f.m == none()) {
+            f.m = state[k].x;
+            f.l = state[k].y;
+#pragma unroll
+            for (int v = 0; v < VECTORS; ++v) {
+                sum[v] = part[k][v];
+            }
+            return;
+        }
+        float u;
+        float w;
+        f.add(state[k].x, state[k].y, c, u, w);
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            sum[v].x = fold(sum[v].x, u, part[k][v].x, w);
+            sum[v].y = fold(sum[v].y, u, part[k][v].y, w);
+            sum[v].z = fold(sum[v].z, u, part[k][v].z, w);
+            sum[v].w = fold(sum[v].w, u, part[k][v].w, w);
+        }
+    }
+};
+
 // Fold the slots of each row: splits in index order, then the tail. One warp a row. It is launched early, and what it reads
 // before it waits was written before `attend` began, which is not.
+//
+// The row's mask says how many splits it reaches. The sums are asked for before it is there: those of splits that the
+// row does not reach may be anything, and are not folded.
 template <typename T, int HD>
 __device__ __forceinline__ void merge(const AttentionParams &p) {
     let_next_begin();
     const int32_t *header = reinterpret_cast<const int32_t *>(p.schedule);
-    bool waited = false;
+    // Beside tiles that take a multiprocessor's registers whole it begins when they have ended.
+    bool waited = p.tile_rows > MERGED_EARLY;
+    if (waited) {
+        wait_for_previous();
+        if (__ldcg(header) != 0) {
+            return;  // the sums were folded on the way
+        }
+    }
     const int lane = threadIdx.x & 31;
     const int32_t heads = p.kv_heads * p.group;
     const int64_t per_request = static_cast<int64_t>(p.max_queries) * heads;
     const int64_t step = static_cast<int64_t>(gridDim.x) * WARPS;
-    const float c = __uint_as_float(p.scale_bits);
-    const float4 *partials = reinterpret_cast<const float4 *>(p.partials);
-    const float2 *states = reinterpret_cast<const float2 *>(p.states);
     for (int64_t at = blockIdx.x * WARPS + (threadIdx.x >> 5); at < per_request * p.requests; at += step) {
         const int32_t i = static_cast<int32_t>(at / per_request);
         const int32_t rest = static_cast<int32_t>(at % per_request);
@@ -98,72 +157,46 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
         const int32_t packed = j * p.group + query_head % p.group;
         const int32_t tiles = (r.queries * p.group + p.tile_rows - 1) / p.tile_rows;
         const int32_t place = head * tiles + tiles - 1 - packed / p.tile_rows;  // `attend` numbers items so
-        const Row row = row_at<false>(p, r, i, j, false);
-        const int32_t splits = (row.cut + SPLIT - 1) / SPLIT;
+        const int32_t most = splits_of(p, r);
         // Writes of `attend` are read past L1, and not before the wait: no load for constants may be used.
         if (!waited) {
             wait_for_previous();
             waited = true;
-            if (__ldcg(header) != 0) {
-                return;  // serial: the sums were folded on the way
-            }
         }
+        const int32_t serial = __ldcg(header);
         const int32_t first = __ldcg(header + 2 + i) + place;
         const int32_t tail = __ldcg(header + 1) + __ldcg(header + 2 + p.requests + i) + place;
+        if (serial != 0) {
+            return;
+        }
+        using Some = Parts<HD>;
         Folded f = {none(), 0.0f};
-        constexpr int AHEAD = 4;
-        constexpr int VECTORS = (HD / 4 + 31) / 32;  // vectors of a lane
-        float4 sum[VECTORS];
+        float4 sum[Some::VECTORS];
 #pragma unroll
-        for (int v = 0; v < VECTORS; ++v) {
+        for (int v = 0; v < Some::VECTORS; ++v) {
             sum[v] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         }
-        for (int32_t split = 0; split <= splits; split += AHEAD) {
-            float2 state[AHEAD];
-            float4 part[AHEAD][VECTORS];
+        for (int32_t split = 0; split <= most; split += Some::AHEAD) {
+            Some parts;
 #pragma unroll
-            for (int k = 0; k < AHEAD; ++k) {
-                if (split + k <= splits) {
-                    const int32_t slot = split + k == splits ? tail : first + (split + k) * p.kv_heads * tiles;
-                    const int64_t line = static_cast<int64_t>(slot) * p.slot_rows + packed % p.tile_rows;
-                    state[k] = __ldcg(states + line);
-#pragma unroll
-                    for (int v = 0; v < VECTORS; ++v) {
-                        if (v * 32 + lane < HD / 4) {
-                            part[k][v] = __ldcg(partials + line * (HD / 4) + v * 32 + lane);
-                        }
-                    }
+            for (int k = 0; k < Some::AHEAD; ++k) {
+                if (split + k <= most) {
+                    const int32_t slot = split + k == most ? tail : first + (split + k) * p.kv_heads * tiles;
+                    parts.load(p, k, static_cast<int64_t>(slot) * p.slot_rows + packed % p.tile_rows);
                 }
             }
+            const Row row = row_at<false>(p, r, i, j, false);
+            const int32_t reached = (row.cut + SPLIT - 1) / SPLIT;
 #pragma unroll
-            for (int k = 0; k < AHEAD; ++k) {
-                if (split + k > splits || state[k].x == none()) {
-                    continue;
-                }
-                if (f.m == none()) {
-                    f.m = state[k].x;
-                    f.l = state[k].y;
-#pragma unroll
-                    for (int v = 0; v < VECTORS; ++v) {
-                        sum[v] = part[k][v];
-                    }
-                } else {
-                    float u;
-                    float w;
-                    f.add(state[k].x, state[k].y, c, u, w);
-#pragma unroll
-                    for (int v = 0; v < VECTORS; ++v) {
-                        sum[v].x = fold(sum[v].x, u, part[k][v].x, w);
-                        sum[v].y = fold(sum[v].y, u, part[k][v].y, w);
-                        sum[v].z = fold(sum[v].z, u, part[k][v].z, w);
-                        sum[v].w = fold(sum[v].w, u, part[k][v].w, w);
-                    }
+            for (int k = 0; k < Some::AHEAD; ++k) {
+                if (split + k < reached || split + k == most) {
+                    parts.fold_into(k, __uint_as_float(p.scale_bits), f, sum);
                 }
             }
         }
         const uint64_t line = (static_cast<uint64_t>(r.first + j) * heads + query_head) * HD;
 #pragma unroll
-        for (int v = 0; v < VECTORS; ++v) {
+        for (int v = 0; v < Some::VECTORS; ++v) {
             const int vector = v * 32 + lane;
             if (vector < HD / 4) {
                 store_pair<T>(p, line + vector * 4, normalised(sum[v].x, f), normalised(sum[v].y, f));

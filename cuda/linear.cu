@@ -15,14 +15,10 @@
 // front of it writes, before it waits for its rows. So launches are early only where they are captured, and a weight that
 // was written just now is not read too soon.
 #include "common.cuh"
+#include "tma.cuh"
 #include "wgmma.cuh"
 
 namespace specrs {
-
-// A tensor map of the driver, which has no fields for a kernel.
-struct alignas(128) TensorMap {
-    uint64_t words[16];
-};
 
 struct LinearCall {
     TensorMap weight;  // [outputs, inputs], boxes of R outputs and 64 inputs
@@ -44,19 +40,6 @@ __device__ __forceinline__ void linear_step(float (&d)[2][4], uint64_t a, uint64
         "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, accumulate, 1, 1, 0, 0;\n}\n"
         : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
         : "l"(a), "l"(b));
-}
-
-// Copy the box of a matrix that begins at column x of row y; `barrier` counts its bytes.
-__device__ __forceinline__ void load_box(uint32_t to, const TensorMap &map, int32_t x, int32_t y, uint32_t barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];\n" ::"r"(to),
-        "l"(&map), "r"(x), "r"(y), "r"(barrier)
-        : "memory");
-}
-
-// Arrive, and let the phase wait for so many bytes of copies, too.
-__device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void cluster_sync() {
@@ -98,7 +81,7 @@ __device__ __forceinline__ void linear(const LinearCall &call) {
             barrier_init(full + 8 * s, 2);
             barrier_init(empty + 8 * s, COMPUTING / 32);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+        publish_barriers();
     }
     __syncthreads();
     if (SPLIT == 2) {

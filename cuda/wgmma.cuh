@@ -23,8 +23,11 @@ __device__ __forceinline__ void warpgroup_arrive() { asm volatile("wgmma.fence.s
 
 __device__ __forceinline__ void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 
-// Wait for all products of this warpgroup.
-__device__ __forceinline__ void warpgroup_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;\n" ::: "memory"); }
+// Wait until at most `PENDING` of this warpgroup's newest groups of products are under way.
+template <int PENDING = 0>
+__device__ __forceinline__ void warpgroup_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(PENDING) : "memory");
+}
 
 // Make this thread's writes to shared memory visible to products; a barrier must follow.
 __device__ __forceinline__ void publish_to_products() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
@@ -63,193 +66,75 @@ __device__ __forceinline__ void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
 }
 
-// d += a * b for N columns: a 64x16, in fragments as those of mma.sync for each warp's 16 rows; b 16xN at a descriptor, its
-// 16 elements of a column side by side, or (TRANSPOSED) its columns.
+// Ends this thread. A `return` would let the compiler end all threads at one place, where shares of the registers differ: it
+// then compiles for the share that they began with.
+__device__ __forceinline__ void end_thread() { asm volatile("exit;\n"); }
+
+// Lists of a product's operands: registers of d under a constraint, and their numbers in the instruction.
+#define SPECRS_FOUR(C, d, i) C(d[i][0]), C(d[i][1]), C(d[i][2]), C(d[i][3])
+#define SPECRS_32(C, d)                                                                                       \
+    SPECRS_FOUR(C, d, 0), SPECRS_FOUR(C, d, 1), SPECRS_FOUR(C, d, 2), SPECRS_FOUR(C, d, 3), SPECRS_FOUR(C, d, 4), \
+        SPECRS_FOUR(C, d, 5), SPECRS_FOUR(C, d, 6), SPECRS_FOUR(C, d, 7)
+#define SPECRS_64(C, d)                                                                                             \
+    SPECRS_32(C, d), SPECRS_FOUR(C, d, 8), SPECRS_FOUR(C, d, 9), SPECRS_FOUR(C, d, 10), SPECRS_FOUR(C, d, 11),      \
+        SPECRS_FOUR(C, d, 12), SPECRS_FOUR(C, d, 13), SPECRS_FOUR(C, d, 14), SPECRS_FOUR(C, d, 15)
+#define SPECRS_NUMBERS_32                                                                                       \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
+    "%23, %24, %25, %26, %27, %28, %29, %30, %31}"
+#define SPECRS_NUMBERS_64                                                                                           \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "    \
+    "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, " \
+    "%45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
+// An instruction; `accumulate` is 0 where d is written, not read.
+#define SPECRS_WGMMA(shape, type, accumulate, operands)                                             \
+    "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " accumulate ", 0;\n"                       \
+    "wgmma.mma_async.sync.aligned." shape "k16.f32." type "." type " " operands ";\n}\n"
+
+// Products of one element type for N columns. `mma`: d += a * b for a 64x16 a, in fragments as those of mma.sync for each
+// warp's 16 rows or (128 columns) in rows of shared memory as b's columns; b is 16xN at a descriptor, its 16 elements of a
+// column side by side, or (TRANSPOSED) its columns. `first`: d = a * b.
 template <typename T, int N, int TRANSPOSED>
 struct Warpgroup;
 
-template <int TRANSPOSED>
-struct Warpgroup<Bf16, 64, TRANSPOSED> {
-    static __device__ __forceinline__ void mma(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b) {
-        asm volatile(
-            "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, 1, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7, "
-            "%8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, "
-            "%24, %25, %26, %27, %28, %29, %30, %31}, "
-            "{%32, %33, %34, %35}, %36, accumulate, 1, 1, %37;\n}\n"
-            : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
-              "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-              "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-              "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
-              "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
-              "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-              "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
-              "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED));
-    }
-};
+#define SPECRS_WARPGROUP(T, type)                                                                                        \
+    template <int TRANSPOSED>                                                                                            \
+    struct Warpgroup<T, 64, TRANSPOSED> {                                                                                \
+        static __device__ __forceinline__ void mma(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b) {               \
+            asm volatile(SPECRS_WGMMA("m64n64", type, "1", SPECRS_NUMBERS_32 ", {%32, %33, %34, %35}, %36, accumulate, 1, 1, %37") \
+                         : SPECRS_32("+f", d)                                                                            \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED));                         \
+        }                                                                                                                \
+    };                                                                                                                   \
+    template <int TRANSPOSED>                                                                                            \
+    struct Warpgroup<T, 128, TRANSPOSED> {                                                                               \
+        static __device__ __forceinline__ void mma(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b) {              \
+            asm volatile(SPECRS_WGMMA("m64n128", type, "1", SPECRS_NUMBERS_64 ", {%64, %65, %66, %67}, %68, accumulate, 1, 1, %69") \
+                         : SPECRS_64("+f", d)                                                                            \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED));                         \
+        }                                                                                                                \
+        static __device__ __forceinline__ void mma(float (&d)[16][4], uint64_t a, uint64_t b) {                          \
+            static_assert(TRANSPOSED == 0, "a product of rows with rows");                                               \
+            asm volatile(SPECRS_WGMMA("m64n128", type, "1", SPECRS_NUMBERS_64 ", %64, %65, accumulate, 1, 1, 0, 0")      \
+                         : SPECRS_64("+f", d)                                                                            \
+                         : "l"(a), "l"(b));                                                                              \
+        }                                                                                                                \
+        static __device__ __forceinline__ void first(float (&d)[16][4], uint64_t a, uint64_t b) {                        \
+            static_assert(TRANSPOSED == 0, "a product of rows with rows");                                               \
+            asm volatile(SPECRS_WGMMA("m64n128", type, "0", SPECRS_NUMBERS_64 ", %64, %65, accumulate, 1, 1, 0, 0")      \
+                         : SPECRS_64("=f", d)                                                                            \
+                         : "l"(a), "l"(b));                                                                              \
+        }                                                                                                                \
+    };
 
-template <int TRANSPOSED>
-struct Warpgroup<Bf16, 128, TRANSPOSED> {
-    static __device__ __forceinline__ void mma(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b) {
-        asm volatile(
-            "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, 1, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7, "
-            "%8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, "
-            "%24, %25, %26, %27, %28, %29, %30, %31, "
-            "%32, %33, %34, %35, %36, %37, %38, %39, "
-            "%40, %41, %42, %43, %44, %45, %46, %47, "
-            "%48, %49, %50, %51, %52, %53, %54, %55, "
-            "%56, %57, %58, %59, %60, %61, %62, %63}, "
-            "{%64, %65, %66, %67}, %68, accumulate, 1, 1, %69;\n}\n"
-            : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
-              "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-              "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-              "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
-              "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
-              "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-              "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
-              "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
-              "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
-              "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
-              "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]),
-              "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
-              "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]),
-              "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
-              "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]),
-              "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED));
-    }
+SPECRS_WARPGROUP(Bf16, "bf16")
+SPECRS_WARPGROUP(F16, "f16")
 
-    // a too from shared memory, rows of K-major panels as b's columns.
-    static __device__ __forceinline__ void mma(float (&d)[16][4], uint64_t a, uint64_t b) {
-        static_assert(TRANSPOSED == 0, "a product of rows with rows");
-        asm volatile(
-            "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, 1, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7, "
-            "%8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, "
-            "%24, %25, %26, %27, %28, %29, %30, %31, "
-            "%32, %33, %34, %35, %36, %37, %38, %39, "
-            "%40, %41, %42, %43, %44, %45, %46, %47, "
-            "%48, %49, %50, %51, %52, %53, %54, %55, "
-            "%56, %57, %58, %59, %60, %61, %62, %63}, "
-            "%64, %65, accumulate, 1, 1, 0, 0;\n}\n"
-            : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
-              "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-              "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-              "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
-              "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
-              "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-              "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
-              "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
-              "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
-              "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
-              "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]),
-              "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
-              "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]),
-              "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
-              "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]),
-              "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
-            : "l"(a), "l"(b));
-    }
-};
-
-template <int TRANSPOSED>
-struct Warpgroup<F16, 64, TRANSPOSED> {
-    static __device__ __forceinline__ void mma(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b) {
-        asm volatile(
-            "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, 1, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7, "
-            "%8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, "
-            "%24, %25, %26, %27, %28, %29, %30, %31}, "
-            "{%32, %33, %34, %35}, %36, accumulate, 1, 1, %37;\n}\n"
-            : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
-              "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-              "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-              "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
-              "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
-              "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-              "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
-              "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED));
-    }
-};
-
-template <int TRANSPOSED>
-struct Warpgroup<F16, 128, TRANSPOSED> {
-    static __device__ __forceinline__ void mma(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b) {
-        asm volatile(
-            "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, 1, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7, "
-            "%8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, "
-            "%24, %25, %26, %27, %28, %29, %30, %31, "
-            "%32, %33, %34, %35, %36, %37, %38, %39, "
-            "%40, %41, %42, %43, %44, %45, %46, %47, "
-            "%48, %49, %50, %51, %52, %53, %54, %55, "
-            "%56, %57, %58, %59, %60, %61, %62, %63}, "
-            "{%64, %65, %66, %67}, %68, accumulate, 1, 1, %69;\n}\n"
-            : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
-              "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-              "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-              "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
-              "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
-              "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-              "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
-              "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
-              "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
-              "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
-              "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]),
-              "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
-              "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]),
-              "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
-              "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]),
-              "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED));
-    }
-
-    // a too from shared memory, rows of K-major panels as b's columns.
-    static __device__ __forceinline__ void mma(float (&d)[16][4], uint64_t a, uint64_t b) {
-        static_assert(TRANSPOSED == 0, "a product of rows with rows");
-        asm volatile(
-            "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, 1, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7, "
-            "%8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, "
-            "%24, %25, %26, %27, %28, %29, %30, %31, "
-            "%32, %33, %34, %35, %36, %37, %38, %39, "
-            "%40, %41, %42, %43, %44, %45, %46, %47, "
-            "%48, %49, %50, %51, %52, %53, %54, %55, "
-            "%56, %57, %58, %59, %60, %61, %62, %63}, "
-            "%64, %65, accumulate, 1, 1, 0, 0;\n}\n"
-            : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
-              "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-              "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-              "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
-              "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
-              "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-              "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
-              "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
-              "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
-              "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
-              "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]),
-              "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
-              "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]),
-              "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
-              "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]),
-              "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
-            : "l"(a), "l"(b));
-    }
-};
+#undef SPECRS_WARPGROUP
+#undef SPECRS_WGMMA
+#undef SPECRS_NUMBERS_64
+#undef SPECRS_NUMBERS_32
+#undef SPECRS_64
+#undef SPECRS_32
+#undef SPECRS_FOUR
 
 }  // namespace specrs

@@ -10,7 +10,7 @@ use crate::error::Result;
 /// Columns of a box: rows of 128 bytes, whose 16-byte pieces are exchanged by the row's index modulo 8.
 pub(super) const BOX_COLUMNS: u32 = 64;
 
-/// Map of a matrix of bfloat16, for a kernel's parameters.
+/// Map of a matrix of elements of 16 bits, for a kernel's parameters.
 #[derive(Debug, Clone, Copy)]
 #[repr(transparent)]
 pub(super) struct TensorMap(sys::CUtensorMap);
@@ -19,7 +19,7 @@ impl TensorMap {
     /// The map of `[rows, columns]`, row-major without gaps, at `address`, in boxes of `box_rows` rows. What lies outside the
     /// matrix is zeros in a box. `columns` is a multiple of 8, the address one of 16, and a box has up to 256 rows; else the
     /// driver refuses it. Reads nothing at the address.
-    pub(super) fn of_bf16(address: u64, [rows, columns]: [u32; 2], box_rows: u32) -> Result<Self> {
+    pub(super) fn of_16_bits(address: u64, [rows, columns]: [u32; 2], box_rows: u32) -> Result<Self> {
         use sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 as BFLOAT16;
         use sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE as ZEROS;
         use sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE as PLAIN;

@@ -6,29 +6,17 @@
 
 use std::sync::{Arc, Mutex, OnceLock};
 
-use crate::device::attention_view::{AttentionBatch, AttentionOut, HalfType, KvLayerView, MAX_GROUP};
+use super::attention_tiling::{AttentionSize, BOX_TOKENS, Gpu, THREADS, TILE_ROWS, threads_of, tiling};
+use crate::device::attention_view::{AttentionBatch, AttentionOut, HalfType, KvLayerView};
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Relaxed, Stream};
 use crate::device::images;
-use crate::device::params::attention::{ATTENTION_BLOCK, ATTENTION_SPLIT, AttentionParams};
+use crate::device::params::attention::AttentionParams;
+use crate::device::tensor_map::TensorMap;
 use crate::device::view::{DeviceSlice, device_mismatch};
 use crate::error::{Error, Result, in_range};
 use crate::overlap::{Operand, disjoint};
 
-/// Threads that share a tile, or load for others; `THREADS` of the kernel.
-const THREADS: u32 = 128;
-/// Blocks of `attend` that share a multiprocessor; `__launch_bounds__` leaves registers for two, but for tiles of
-/// [`WIDE_ROWS`].
-const RESIDENT: u32 = 2;
-/// Entries of the ring that the kernel can count.
-const MAX_STAGES: u32 = 6;
-/// Shared memory that the driver keeps of each block.
-const RESERVED_SHARED: u32 = 1024;
-/// Heights of a tile, for which there are kernels in every image.
-const TILE_ROWS: [u32; 3] = [16, 32, 64];
-/// And one that only Hopper's own image has, for head_dims of a warpgroup ([`by_warpgroups`]): two share the keys that a
-/// third loads.
-const WIDE_ROWS: u32 = 128;
 /// Caps of scores. The kernel's tanh is within 2^-22 or so, in units of the cap: beyond, scores near 0 would be wrong.
 const CAPS: std::ops::RangeInclusive<f64> = 1e-4..=1e4;
 /// An image each: element type, head_dim, whether scores are capped, name.
@@ -46,28 +34,6 @@ const IMAGES: [(HalfType, u32, bool, &str); 12] = [
     (HalfType::F16, 128, true, "attention_f16_128_capped"),
     (HalfType::F16, 256, true, "attention_f16_256_capped"),
 ];
-/// Blocks of `merge` for each multiprocessor, at most.
-const MERGE_RESIDENT: u32 = 16;
-/// Tiles for each block of the grid, up to which the workspace holds every split of each. Beyond, tiles fill the GPU.
-const PARALLEL_WAVES: u64 = 2;
-
-/// Sizes that a launch's workspace follows from: capacities, not what a batch holds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct AttentionSize {
-    /// Requests.
-    pub requests: u32,
-    /// Largest number of queries of one request.
-    pub max_queries: u32,
-    /// Key and value heads.
-    pub kv_heads: u32,
-    /// Query heads of a key and value head.
-    pub group: u32,
-    /// Elements of a head.
-    pub head_dim: u32,
-    /// Keys that a request may have.
-    pub max_keys: u32,
-}
-
 /// One launch.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionCall {
@@ -95,54 +61,28 @@ pub struct AttentionCall {
     pub workspace: DeviceSlice<u8>,
 }
 
-/// How a launch is cut: a function of capacities and of the GPU alone.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Tiling {
-    /// Rows of a tile: one of [`TILE_ROWS`], or [`WIDE_ROWS`].
-    rows: u32,
-    /// Rows of a slot: no more than a request has.
-    slot_rows: u32,
-    /// Entries of the ring.
-    stages: u32,
-    /// Bytes of shared memory of a block.
-    shared: u32,
-    /// Blocks of `attend`.
-    grid: u32,
-    /// Blocks of `merge`.
-    merge_grid: u32,
-    /// Bytes before the first slot.
-    header: u64,
-    /// Bytes of a slot.
-    slot: u64,
-    /// Slots with which every split of [`PARALLEL_WAVES`] tiles a block has its own.
-    slots: u64,
+/// Parameters of the kernel for tiles of 128 rows, as it declares them.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct WideCall {
+    /// Keys and values, in boxes of [`BOX_TOKENS`].
+    boxes: [TensorMap; 2],
+    /// The same, token by token.
+    lines: [TensorMap; 2],
+    params: AttentionParams,
 }
 
-/// What of a GPU a tiling depends on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Gpu {
-    multiprocessors: u32,
-    /// Shared memory of a block, and of a multiprocessor.
-    shared: (u32, u32),
-    /// Whether the images are Hopper's own: the highest tiles by a warpgroup's products, an early merge.
-    warpgroups: bool,
-}
-
-impl Gpu {
-    /// Whether there are tiles of [`WIDE_ROWS`].
-    fn wide(self, head_dim: u32) -> bool {
-        self.warpgroups && by_warpgroups(head_dim)
+impl WideCall {
+    fn new(params: AttentionParams, head_dim: u32) -> Result<Self> {
+        let tokens = (params.pages as u32) << params.page_shift; // no more than the cache's slots
+        let map =
+            |plane: u64, rows: u32| TensorMap::of_16_bits(plane, [tokens, params.kv_heads as u32 * head_dim], rows);
+        Ok(Self {
+            boxes: [map(params.k, BOX_TOKENS)?, map(params.v, BOX_TOKENS)?],
+            lines: [map(params.k, 1)?, map(params.v, 1)?],
+            params,
+        })
     }
-}
-
-/// Whether a warpgroup's products take a head: whole panels of 64 columns, as many as a thread has registers for.
-fn by_warpgroups(head_dim: u32) -> bool {
-    head_dim.is_multiple_of(64) && head_dim <= 128
-}
-
-/// Threads of a block of `attend` for tiles of `rows`.
-fn threads_of(rows: u32) -> u32 {
-    if rows == WIDE_ROWS { 3 * THREADS } else { THREADS } // two warpgroups compute, one loads
 }
 
 /// Kernels of one element type and head_dim.
@@ -150,7 +90,7 @@ fn threads_of(rows: u32) -> u32 {
 struct Image {
     /// By [`TILE_ROWS`].
     attend: [Function; 3],
-    /// For [`WIDE_ROWS`], where there is one.
+    /// For tiles of 128 rows, where there is one.
     wide: Option<Function>,
     merge: Function,
     _module: Module,
@@ -172,7 +112,8 @@ impl Attention {
     pub(super) fn new(context: Arc<Context>) -> Result<Self> {
         // All images of attention are compiled for the same architectures.
         let warpgroups = images::select("attention_bf16_128", context.capability()).is_ok_and(|image| image.exact);
-        let gpu = Gpu { multiprocessors: context.multiprocessors(), shared: context.shared_memory()?, warpgroups };
+        let (multiprocessors, shared) = (context.multiprocessors(), context.shared_memory()?);
+        let gpu = Gpu { multiprocessors, shared, warpgroups, wide_pages: true };
         Ok(Self { images: Default::default(), loading: Mutex::new(()), gpu, context })
     }
 
@@ -185,8 +126,9 @@ impl Attention {
 
     /// Bytes of workspace with which a batch of `size` keeps the GPU busy at any length.
     pub fn workspace_bytes(&self, size: &AttentionSize) -> Result<u64> {
-        let tiling = tiling(size, self.gpu)?;
-        Ok(tiling.header + tiling.slots * tiling.slot)
+        let bytes = |gpu| tiling(size, gpu).map(|tiling| tiling.header + tiling.slots * tiling.slot);
+        // A launch with small pages is cut into lower tiles, of which a request may have more rows.
+        Ok(bytes(self.gpu)?.max(bytes(Gpu { wide_pages: false, ..self.gpu })?))
     }
 
     /// Attend: one launch of `attend` and one of `merge` on `stream`, or none for a batch without queries. Allocates nothing
@@ -278,7 +220,9 @@ impl Attention {
             batch.first_pages().span(),
         ];
         disjoint(&[&[call.out.span(), call.workspace.span()]], &[&read])?;
-        let tiling = tiling(&size, self.gpu)?;
+        let page = batch.page().get();
+        let wide_pages = page >= BOX_TOKENS && cache.num_slots() as u32 >= page;
+        let tiling = tiling(&size, Gpu { wide_pages, ..self.gpu })?;
         let slots = (call.workspace.len() as u64).saturating_sub(tiling.header) / tiling.slot;
         let least = u64::from(tiling.grid);
         if slots < least {
@@ -344,20 +288,23 @@ impl Attention {
         };
         let image = self.image(cache.element(), cache.head_dim(), call.cap.is_some())?;
         let attend = TILE_ROWS.into_iter().zip(image.attend).find(|(rows, _)| *rows == tiling.rows).map(|(_, f)| f);
-        let Some(attend) = attend.or(image.wide.filter(|_| tiling.rows == WIDE_ROWS)) else {
-            return Err(Error::Invalid {
-                what: "rows of a tile",
-                got: tiling.rows.to_string(),
-                why: "no such kernel".into(),
-            });
-        };
         let _current = context.enter()?;
-        // SAFETY: the module is loaded for the process and its context is current. Addresses and capacities come from views,
-        // whose constructors' callers promised them; `slots` slots lie within the workspace. The fault record lives as
-        // long as the process.
-        unsafe {
-            attend.launch_with_shared((tiling.grid, 1, 1), threads_of(tiling.rows), tiling.shared, stream, &params)?
-        };
+        let (grid, threads) = ((tiling.grid, 1, 1), threads_of(tiling.rows));
+        match (attend, image.wide) {
+            // SAFETY: the module is loaded for the process and its context is current. Addresses and capacities come from views,
+            // whose constructors' callers promised them; `slots` slots lie within the workspace. The fault record lives as
+            // long as the process.
+            (Some(attend), _) => unsafe { attend.launch_with_shared(grid, threads, tiling.shared, stream, &params)? },
+            (None, Some(wide)) => {
+                let call = WideCall::new(params, size.head_dim)?;
+                // SAFETY: as above; the maps are of the cache's two planes.
+                unsafe { wide.launch_with_shared(grid, threads, tiling.shared, stream, &call)? }
+            }
+            (None, None) => {
+                let (what, got) = ("rows of a tile", tiling.rows.to_string());
+                return Err(Error::Invalid { what, got, why: "no such kernel".into() });
+            }
+        }
         // SAFETY: as above.
         unsafe { image.merge.launch((tiling.merge_grid, 1, 1), THREADS, stream, &params) }
     }
@@ -401,169 +348,9 @@ fn factors(scale: f64, cap: Option<f64>) -> Option<(f32, f32)> {
     }
 }
 
-/// Bytes of shared memory of a block of `attend`: the ring, the weights' tile, the queries' where it does not share that, and
-/// the lists.
-fn shared_bytes(rows: u32, stages: u32, head_dim: u32, requests: u32, warpgroups: bool) -> u32 {
-    let block = ATTENTION_BLOCK as u32;
-    let ring = stages * block * head_dim * 2;
-    // A warpgroup keeps weights in registers; the queries of one begin in the ring, those of two lie behind it.
-    let tiles = match rows {
-        WIDE_ROWS => rows * head_dim * 2,
-        64 if warpgroups && by_warpgroups(head_dim) => 0,
-        16 | 32 if head_dim <= block => rows * block * 2,
-        _ => rows * block * 2 + rows * head_dim * 2,
-    };
-    // `Shared` of the kernel: 76 bytes a row (16 of bits, cut and last, 32 of four warps' maxima and sums, 28 of the row's
-    // state), 8 a key of a block, 8 for each 16 rows, at most 240 besides.
-    let lists = rows * 76 + block * 8 + rows / 16 * 8 + 240;
-    ring + tiles + lists.next_multiple_of(16) + 2 * 4 * (requests + 1)
-}
-
-fn tiling(size: &AttentionSize, gpu: Gpu) -> Result<Tiling> {
-    in_range("queries of one request", size.max_queries, 1, i128::from(i32::MAX) / 64)?;
-    in_range("query heads of a key and value head", size.group, 1, MAX_GROUP.into())?;
-    let request_rows = u64::from(size.max_queries) * u64::from(size.group);
-    // The kernels number a request's rows in int32, and round them up to tiles.
-    let (all_rows, most) = (request_rows * u64::from(size.kv_heads), u64::from(i32::MAX as u32 - WIDE_ROWS));
-    if all_rows > most {
-        return Err(Error::Overflow {
-            what: "rows of a request",
-            expr: format!("{} queries * {} query heads * {} key heads", size.max_queries, size.group, size.kv_heads),
-            ty: "int32",
-            limit: most,
-        });
-    }
-    // The lowest tile that holds a request's rows, else the highest that fits the GPU; as many stages as leave room for the
-    // blocks that are to share a multiprocessor, at least 2. 128 rows of a group of one would be more queries than the
-    // tail's block has keys.
-    let wide = gpu.wide(size.head_dim) && size.group >= 2;
-    let heights = TILE_ROWS.into_iter().chain(wide.then_some(WIDE_ROWS));
-    let highest = if wide { WIDE_ROWS } else { 64 };
-    let wanted = heights.clone().find(|&rows| u64::from(rows) >= request_rows).unwrap_or(highest);
-    let fits = |rows: u32| {
-        let sharers = if rows == WIDE_ROWS { 1 } else { RESIDENT };
-        let bytes = |stages| shared_bytes(rows, stages, size.head_dim, size.requests, gpu.warpgroups);
-        (1..=sharers).rev().find_map(|sharers| {
-            let room = (gpu.shared.1 / sharers).saturating_sub(RESERVED_SHARED).min(gpu.shared.0);
-            (2..=MAX_STAGES).rev().find(|&stages| bytes(stages) <= room).map(|stages| (stages, bytes(stages)))
-        })
-    };
-    let chosen = heights.rev().filter(|&rows| rows <= wanted).find_map(|rows| Some((rows, fits(rows)?)));
-    let Some((rows, (stages, shared))) = chosen else {
-        return Err(Error::Invalid {
-            what: "shared memory of a block",
-            got: format!("{} bytes", gpu.shared.0),
-            why: format!("attention needs {}", shared_bytes(16, 2, size.head_dim, size.requests, gpu.warpgroups)),
-        });
-    };
-    let splits = u64::from(size.max_keys).div_ceil(ATTENTION_SPLIT as u64) + 1; // and the tail
-    let tiles = u64::from(size.requests) * u64::from(size.kv_heads) * request_rows.div_ceil(rows.into());
-    let items = tiles * splits;
-    if items > i32::MAX as u64 / 8 {
-        return Err(Error::Overflow {
-            what: "items of attention",
-            expr: format!(
-                "{} requests * {} heads * {} tiles * {splits} splits",
-                size.requests,
-                size.kv_heads,
-                request_rows.div_ceil(rows.into())
-            ),
-            ty: "int32",
-            limit: i32::MAX as u64 / 8,
-        });
-    }
-    let resident = (gpu.shared.1 / (shared + RESERVED_SHARED)).clamp(1, RESIDENT);
-    let grid = u64::from(gpu.multiprocessors * resident).min(items).max(1);
-    let slot_rows = request_rows.min(rows.into()) as u32;
-    let merge_rows = u64::from(size.requests) * all_rows;
-    let merge_grid =
-        merge_rows.div_ceil(u64::from(THREADS / 32)).clamp(1, (gpu.multiprocessors * MERGE_RESIDENT).into());
-    Ok(Tiling {
-        rows,
-        slot_rows,
-        stages,
-        shared,
-        grid: grid as u32,
-        merge_grid: merge_grid as u32,
-        header: (4 * (2 + 2 * u64::from(size.requests))).next_multiple_of(256),
-        slot: u64::from(slot_rows) * (u64::from(size.head_dim) * 4 + 8),
-        slots: grid.max(tiles.min(PARALLEL_WAVES * grid) * splits),
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const H200: Gpu = Gpu { multiprocessors: 132, shared: (232_448, 233_472), warpgroups: true };
-    const ADA: Gpu = Gpu { multiprocessors: 142, shared: (101_376, 102_400), warpgroups: false };
-
-    fn llama(requests: u32, max_queries: u32, max_keys: u32) -> AttentionSize {
-        AttentionSize { requests, max_queries, kv_heads: 8, group: 4, head_dim: 128, max_keys }
-    }
-
-    #[test]
-    fn tiles_are_as_high_as_a_request_needs_and_two_blocks_share_a_multiprocessor() {
-        for (queries, rows, stages, grid) in [
-            (1, 16, 3, 264),
-            (4, 16, 3, 264),
-            (5, 32, 3, 264),
-            (8, 32, 3, 264),
-            (9, 64, 3, 264),
-            (16, 64, 3, 264),
-            (17, 128, 5, 132),
-            (2048, 128, 5, 132),
-        ] {
-            let t = tiling(&llama(16, queries, 32768), H200).unwrap();
-            assert_eq!((t.rows, t.stages, t.grid), (rows, stages, grid), "{queries} queries");
-            assert!(grid / 132 * (t.shared + RESERVED_SHARED) <= H200.shared.1);
-        }
-        let single = AttentionSize { group: 1, ..llama(16, 2048, 32768) };
-        assert_eq!(tiling(&single, H200).unwrap().rows, 64);
-        let small = tiling(&llama(1, 1, 1024), H200).unwrap();
-        assert_eq!((small.grid, small.slot_rows), (16, 4)); // 8 heads, one split and the tail
-    }
-
-    #[test]
-    fn a_gpu_with_less_shared_memory_gets_lower_tiles_or_fewer_blocks() {
-        for queries in [1, 8, 64] {
-            for requests in [1, 1024] {
-                let t = tiling(&llama(requests, queries, 32768), ADA).unwrap();
-                assert!(t.shared <= ADA.shared.0 && t.stages >= 2, "{t:?}");
-            }
-        }
-        let tiny = Gpu { multiprocessors: 1, shared: (49_152, 65_536), warpgroups: false };
-        assert!(tiling(&llama(1, 1, 1024), tiny).unwrap_err().to_string().contains("49152 bytes"));
-    }
-
-    #[test]
-    fn heads_of_256_take_what_shared_memory_there_is() {
-        let gemma = |queries| AttentionSize { kv_heads: 4, group: 2, head_dim: 256, ..llama(16, queries, 8192) };
-        for (queries, rows) in [(8, 16), (16, 32), (17, 64), (2048, 64)] {
-            let t = tiling(&gemma(queries), H200).unwrap();
-            assert_eq!((t.rows, t.stages, t.grid), (rows, if rows == 64 { 2 } else { 3 }, 132), "{queries} queries");
-            assert!(t.shared <= H200.shared.0);
-        }
-        let a100 = Gpu { multiprocessors: 108, shared: (166_912, 167_936), warpgroups: false };
-        assert_eq!(tiling(&gemma(2048), a100).unwrap().rows, 32);
-        assert!(tiling(&gemma(1), ADA).unwrap_err().to_string().contains("101376 bytes"));
-    }
-
-    #[test]
-    fn the_workspace_covers_the_grid_and_every_split_of_a_small_batch() {
-        for requests in [1, 3, 16, 64, 300] {
-            for queries in [1, 7, 64] {
-                for keys in [64, 1024, 8192, 131_072] {
-                    let t = tiling(&llama(requests, queries, keys), H200).unwrap();
-                    assert!(t.slots >= t.grid.into());
-                    let tiles = u64::from(requests * 8) * u64::from(queries * 4).div_ceil(t.rows.into());
-                    if tiles < u64::from(2 * t.grid) {
-                        assert!(t.slots >= tiles * (u64::from(keys).div_ceil(1024) + 1));
-                    }
-                }
-            }
-        }
-    }
 
     #[test]
     fn factors_that_float32_does_not_have_are_none() {
@@ -574,19 +361,5 @@ mod tests {
             assert_eq!((factors(scale, None), factors(scale, Some(50.0))), (None, None), "{scale}");
         }
         assert_eq!((factors(1e39, None), factors(1e36, Some(1e-4))), (None, None));
-    }
-
-    #[test]
-    fn sizes_that_no_kernel_indexes_are_refused() {
-        let text = |size: &AttentionSize| tiling(size, H200).unwrap_err().to_string();
-        assert!(text(&AttentionSize { kv_heads: 60_000, ..llama(1024, 16, 1 << 30) }).contains("items of attention"));
-        // 2^32 rows, which a product in 32 bits would take for none; and one more than there may be.
-        let rows = AttentionSize { kv_heads: 64, group: 64, ..llama(1, 1 << 20, 64) };
-        assert!(text(&rows).contains("rows of a request"), "{}", text(&rows));
-        let most = |queries| AttentionSize { kv_heads: 1, group: 64, ..llama(1, queries, 64) };
-        assert!(tiling(&most((i32::MAX as u32 - 128) / 64), H200).is_ok());
-        assert!(text(&most((i32::MAX as u32 - 128) / 64 + 1)).contains("rows of a request"));
-        let group = AttentionSize { group: 65, ..llama(1, 1, 64) };
-        assert!(tiling(&group, H200).unwrap_err().to_string().contains("= 65 is outside 1..=64"));
     }
 }

@@ -1,6 +1,7 @@
 //! One file a kernel: its functions, loaded when a device is set up, and their safe launch.
 
 mod attention;
+mod attention_tiling;
 mod check;
 mod draft_select;
 mod fingerprint;
@@ -18,7 +19,8 @@ mod tree_build;
 mod tree_unite;
 mod verify_greedy;
 
-pub use attention::{Attention, AttentionCall, AttentionSize};
+pub use attention::{Attention, AttentionCall};
+pub use attention_tiling::AttentionSize;
 pub use draft_select::{DeviceBeams, DraftSelect, DraftSelectOperands, MAX_DEVICE_TOPK};
 pub use fingerprint::{Fingerprint, Mirror};
 pub use kv_commit::{CommitOperands, KvCommit};

@@ -179,7 +179,7 @@ def test_every_option_that_takes_memory_counts() -> None:
 
 
 def attention(requests: int, queries: int, kv_heads: int, group: int, head_dim: int, keys: int) -> int:
-    """`tiling` of src/device/kernels/attention.rs, on a small GPU: more requests leave room for fewer blocks."""
+    """`tiling` of src/device/kernels/attention_tiling.rs, on a small GPU: more requests leave room for fewer blocks."""
     rows = next((rows for rows in (16, 32, 64) if rows >= queries * group), 128)
     splits, tiles = -(-keys // 256) + 1, requests * kv_heads * -(-queries * group // rows)
     resident = 2 if rows * head_dim + 8 * requests < 64 * head_dim + 90 else 1

@@ -141,7 +141,7 @@ def check_tree(i, length, turn, rng, tree=None, shape=None):
 
 @pytest.mark.parametrize(("dim", "cap"), [(256, None), (256, 20.0), (128, 5.0)])
 def test_tiles_of_every_height_give_the_same_bits_of_wide_and_capped_heads(dim, cap):
-    """A request's rows choose the height by capacity: 16, 32 or 64."""
+    """A request's rows choose the height by capacity: 16, 32 or 64, on Hopper 128 for heads of 128."""
     rng = random.Random(dim)
     for dtype in (torch.bfloat16, torch.float16):
         shape = Shape(2, 4, dim, dtype, 16, cap)
@@ -531,9 +531,13 @@ def test_empty_batches():
     assert torch.equal(out[2], torch.zeros_like(out[2]))
 
 
-def two_requests(kind="tree"):
+# Five queries of so many heads take a tile of 32 rows, or, where there are some, of 128.
+heights = pytest.mark.parametrize("group", [4, 16])
+
+
+def two_requests(kind="tree", group=4):
     """Two requests of 5 queries behind 200 and 70 keys, and their outputs."""
-    shape = Shape(2, 4, 64, torch.bfloat16, 16)
+    shape = Shape(2, group, 64, torch.bfloat16, 16)
     rng = random.Random(1)
     cache = Cache(shape, 60, rng)
     requests = []
@@ -558,9 +562,10 @@ def fault(launch):
     return (v.kernel, v.buffer, v.request, v.step, v.index, v.bound), out
 
 
+@heights
 @pytest.mark.parametrize("bad", [60, 61, -1, 2**31 - 1, -(2**31)])
-def test_a_page_outside_the_cache_is_skipped_and_recorded(bad):
-    launch, before = two_requests()
+def test_a_page_outside_the_cache_is_skipped_and_recorded(bad, group):
+    launch, before = two_requests(group=group)
     row = int(launch.arrays["rows"][0])
     launch.arrays["table"][row, 3] = bad
     record, out = fault(launch)
@@ -569,9 +574,10 @@ def test_a_page_outside_the_cache_is_skipped_and_recorded(bad):
     assert not out.isnan().any()
 
 
+@heights
 @pytest.mark.parametrize(("bad", "index"), [(-1, -1), (-(2**31), -(2**31)), (235, 239), (2**31 - 1, 2**31 - 1 + 4)])
-def test_a_length_outside_the_table_is_skipped_and_recorded(bad, index):
-    launch, before = two_requests()
+def test_a_length_outside_the_table_is_skipped_and_recorded(bad, index, group):
+    launch, before = two_requests(group=group)
     capacity = launch.arrays["table"].shape[1] * 16
     launch.arrays["lens"][0] = bad if bad != 235 else capacity - 4
     record, out = fault(launch)
@@ -598,9 +604,10 @@ def test_a_length_that_int32_does_not_round_up_is_skipped_and_recorded(bad):
     assert torch.equal(out, torch.zeros_like(out))
 
 
+@heights
 @pytest.mark.parametrize("bad", [4, -1, 2**31 - 1])
-def test_a_table_row_outside_the_table_is_skipped_and_recorded(bad):
-    launch, before = two_requests()
+def test_a_table_row_outside_the_table_is_skipped_and_recorded(bad, group):
+    launch, before = two_requests(group=group)
     launch.arrays["rows"][1] = bad
     record, out = fault(launch)
     assert record == ("attention", "page table rows", 1, -1, bad, 4)
@@ -608,6 +615,7 @@ def test_a_table_row_outside_the_table_is_skipped_and_recorded(bad):
     assert torch.equal(out[5:10], torch.zeros_like(out[5:10]))
 
 
+@heights
 @pytest.mark.parametrize(
     ("starts", "buffer", "index"),
     [
@@ -616,8 +624,8 @@ def test_a_table_row_outside_the_table_is_skipped_and_recorded(bad):
         ([0, 5, 2], "queries (starts decrease)", 2),
     ],
 )
-def test_query_starts_outside_the_batch_are_skipped_and_recorded(starts, buffer, index):
-    launch, before = two_requests()
+def test_query_starts_outside_the_batch_are_skipped_and_recorded(starts, buffer, index, group):
+    launch, before = two_requests(group=group)
     launch.arrays["starts"].copy_(torch.tensor(starts, dtype=torch.int32))
     record, out = fault(launch)
     assert record == ("attention", buffer, 1, -1, index, 13)
@@ -633,8 +641,9 @@ def test_more_queries_than_the_launch_was_made_for_are_skipped_and_recorded():
     assert torch.equal(out[5:11], torch.zeros_like(out[5:11]))
 
 
-def test_mask_bits_of_no_key_are_skipped_and_recorded():
-    launch, before = two_requests()
+@heights
+def test_mask_bits_of_no_key_are_skipped_and_recorded(group):
+    launch, before = two_requests(group=group)
     launch.arrays["mask"][7] = 0b100101  # a leaf: the keys of its descendants would lose their place
     record, out = fault(launch)
     assert record == ("attention", "mask (bit of no key)", 1, 2, 5, 5)
