@@ -42,7 +42,8 @@ from specrs.engine.drafting.chooser import TAIL, Kind, TreePolicy
 from specrs.engine.drafting.levels import costs_of_rounds
 from specrs.models.acceptance import read_acceptance
 
-# Milliseconds on an H100 (part "rounds" of `gpu/first.py`): rounds of 1 and of 8 requests, by the levels of drafts.
+# Milliseconds on an H100, by the levels of drafts: rounds of 1 request (part "rounds" of `gpu/first.py`), and of 8, by
+# the time between rounds of its part "queue", of which no result is kept.
 ROUNDS = {1: {0: 0.375, 1: 0.52, 3: 0.78, 6: 0.96}, 8: {0: 0.42, 1: 0.68, 3: 0.95, 6: 1.17}}
 # A prompt, and passes of a head that begins behind a prompt or later.
 PROMPT, ENTER, RESUME = 1.7, 0.15, 0.68

@@ -127,6 +127,7 @@ class LlamaModel:
         """Reserve memory for passes of so many rows, and of so many that logits are wanted of."""
         self._work.reserve(rows)
         self._qkv_work.reserve(rows)
+        self._tail_work.reserve(logit_rows)
         self._logits.reserve(logit_rows)
 
     def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> KvMemory:

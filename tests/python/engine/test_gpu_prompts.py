@@ -123,3 +123,20 @@ def test_prompt_logprobs_of_more_rows_than_a_graph_has(pair: Pair) -> None:
                 outputs = llm.generate(prompts, params)
             seen.append([(o.token_ids, o.prompt_logprobs, o.logprobs) for o in outputs])
     assert seen[0] == seen[1] == seen[2]
+
+
+def test_memory_of_a_graph_stays_where_it_is_whatever_rows_are_scored(pair: Pair) -> None:
+    """A pass that scores many rows of a prompt must not move the memory in which graphs gather the rows they score."""
+    rng = random.Random(9)
+    short, long = [1, 2, 3], [rng.randrange(VOCAB) for _ in range(90)]
+    params = SamplingParams(max_tokens=6, temperature=0.0)
+    with LLM(pair.target, pair.draft, device="cuda", prefix_cache=False) as llm:
+        want = [llm.generate([short], params)[0].token_ids for _ in range(3)]
+        target: Any = llm._runner.executor.target  # type: ignore[attr-defined]
+        before = target._tail_work.rows(1)["x"].data_ptr()
+        llm.generate([long], SamplingParams(max_tokens=2, prompt_logprobs=1))
+        assert target._tail_work.rows(1)["x"].data_ptr() == before
+        torch.cuda.empty_cache()
+        taken = [torch.full((1 << 16,), 7.0, device="cuda") for _ in range(64)]
+        assert [llm.generate([short], params)[0].token_ids for _ in range(3)] == want
+        assert all(bool((one == 7.0).all()) for one in taken)

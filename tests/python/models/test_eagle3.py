@@ -23,6 +23,7 @@ from specrs.models import (
     ops_for,
     torch_ops,
 )
+from specrs.models.layer import Workspace
 
 OPS: dict[str, Any] = {"torch": torch_ops, "host": ops_for}
 
@@ -348,3 +349,18 @@ def test_calls_that_do_not_fit_the_plan(tmp_path: Path) -> None:
         head.extend(torch.tensor([6, 7, 300]), layers, plan, driver.draft_kv)
     with pytest.raises(ConfigError, match="token = 300"):
         head.write(torch.tensor([6, 7, 300]), layers, plan, driver.draft_kv)
+
+
+def test_no_scratch_memory_of_a_model_moves_once_it_is_reserved() -> None:
+    """Captured passes have its addresses: one block that were left out would be freed under them."""
+    with LLM() as llm:
+        executor: Any = llm._runner.executor
+        target, head = executor.target, executor.drafts.head
+        target.reserve(64, 32)
+        head.reserve(64, 8, 32)
+        for model in (target, head):
+            blocks = [each for each in vars(model).values() if isinstance(each, Workspace)]
+            assert len(blocks) > 3
+            for each in blocks:
+                with pytest.raises(RuntimeError, match="memory is reserved for"):
+                    each.rows(1000)

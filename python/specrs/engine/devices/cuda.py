@@ -204,8 +204,9 @@ class CudaExecutor(HostExecutor):
     def _warm(self, levels: Sequence[int], pages: Pages) -> None:
         """Run over a prompt and capture graphs, so that the first answer does not wait for this and take twice as long.
 
-        The graphs are those of each bucket, plain and with drafts of each of ``levels``, greedy and sampled. A batch
-        gets smaller as its requests end, so that it may run in any bucket.
+        The graphs are those of passes over prompts, of passes that begin drafts, and of each bucket, plain and with
+        drafts of each of ``levels``, greedy and sampled. A batch gets smaller as its requests end, so that it may run
+        in any bucket.
         """
         self._prompt(pages)
         for _ in range(2):  # the first run loads kernels, the second one captures a graph

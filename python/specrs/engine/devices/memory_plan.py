@@ -215,7 +215,11 @@ class Engine:
                 given = len(room) * (1 + both)
             graphs = len(buckets(b)) * 2 * (levels * each + given)  # greedy, and sampled
             yield "captured rounds and passes over prompts", (graphs + len(prompt_sizes(c))) * _CAPTURED
-        words = 2 * b * g.row_pages + 16 * (c.prefill_chunk + b) + 4 * nodes * 28
+        # The pool's table, that of a long prompt's pass, and those of captured passes over prompts.
+        tables = (
+            2 * b + sum(requests for requests, _ in prompt_sizes(c)) + (1 + entering(c)[0] if head is not None else 0)
+        )
+        words = tables * g.row_pages + 16 * (c.prefill_chunk + b) + 4 * nodes * 28
         yield "page tables, plans, trees and scratch", words * 4 + _SCRATCH
         yield "the page that padding writes to", self.page_bytes
         yield "rounding of torch's allocator", tensors * _ROUNDING

@@ -31,7 +31,7 @@ class PassInputs:
         more: numbers of words of further inputs, by name.
 
     Attributes:
-        host: int32 arrays of the host that `upload` copies, by name.
+        host: int32 arrays of the host that `set` copies, by name.
         there: the same arrays on the device.
     """
 
