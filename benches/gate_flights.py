@@ -177,12 +177,14 @@ def main() -> None:
                 lengths, rng = [length] * len(order), random.Random(100 + turn)
                 if args.batch > 1:  # so that requests do not end together
                     lengths = [rng.randint(length // 2, length * 3 // 2) for _ in order]
-                asked = [(text, seed, n) for (_, seed, text), n in zip(order, lengths, strict=True)]
-                for some in [asked] if args.batch > 1 else [[one] for one in asked]:
-                    mine, others = (run(llm, some, temperature) for llm in (drafting, plain))
+                each = [(kind, (text, seed, n)) for (kind, seed, text), n in zip(order, lengths, strict=True)]
+                runs = [(kind, [one]) for kind, one in each]
+                if args.batch > 1:
+                    runs = [("all kinds", [one for _, one in each])]
+                for kind, asked in runs:
+                    mine, others = (run(llm, asked, temperature) for llm in (drafting, plain))
                     assert mine[1] == others[1], "drafts must not change the tokens"
-                    kind = order[asked.index(some[0])][0]
-                    for name in {"all kinds", kind} if args.batch == 1 else {"all kinds"}:
+                    for name in {"all kinds", kind}:
                         both = sums.setdefault(name, [0.0, 0.0])
                         both[0] += others[0]
                         both[1] += mine[0]

@@ -244,7 +244,8 @@ class CudaExecutor(HostExecutor):
     def _entering(self, pages: Pages, recalls: bool) -> float:
         """Measure in seconds the pass after which a request drafts for the first time, or again (``recalls``).
 
-        It is measured behind a pass over a prompt, where it takes the host twice as long as behind itself.
+        It is measured behind a pass over a prompt, as it comes in a request: behind itself, its code and data would
+        still be in the host's caches.
         """
         assert isinstance(self.drafts, CudaDrafts)
         n, seq, seconds = min(TAIL, pages.most_tokens), pages.pool.create(), []
