@@ -352,6 +352,14 @@ def test_a_head_is_taken_for_what_its_file_says() -> None:
     assert kind.levels == [0.9, 0.7, 0.7, 0.7] and kind.chance(math.log(0.25)) == pytest.approx(0.5)
 
 
+def test_a_round_in_flight_may_lose_what_several_requests_pay_for() -> None:
+    account = policy().account(0.0, 500)
+    account.engine.pay(ENGINE - 1.0)
+    assert account.room(4) == REQUEST, "the engine has 4 in a batch of 4"
+    assert account.room(4, flying=0.5, together=1) == REQUEST - 0.5
+    assert account.room(4, flying=0.5, together=4) == 2.0, "each of the four may lose as much"
+
+
 def test_a_head_that_may_begin_anywhere_comes_back() -> None:
     """What it has to read to come back is bounded, so that a request's bucket holds it some day."""
     p = policy(step=0.5)

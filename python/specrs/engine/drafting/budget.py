@@ -67,7 +67,7 @@ class Account:
         new, self.produced = produced - self.produced, produced
         self.pay(-RATE * new, batch)
 
-    def room(self, batch: int, own: float = math.inf) -> float:
+    def room(self, batch: int, own: float = math.inf, flying: float = 0.0, together: int = 1) -> float:
         """Return the plain rounds that the request may still lose.
 
         Args:
@@ -75,9 +75,10 @@ class Account:
             own: plain rounds that a round with drafts costs each request of the batch. If the request's bucket has
                 them, the engine's bucket pays for the losses of the other requests. Otherwise no single request of a
                 batch could find out that drafts win again.
+            flying: plain rounds that each of ``together`` requests may lose to the round in flight.
         """
-        engine = self.engine.left * batch
-        return engine if self.request.left >= own else min(self.request.left, engine)
+        request, engine = self.request.left - flying, self.engine.left * batch - flying * together
+        return engine if request >= own else min(request, engine)
 
     def pay(self, rounds: float, batch: int) -> None:
         """Take plain rounds from both buckets, as `TokenBucket.pay` does, for drafts that the whole batch waits for.

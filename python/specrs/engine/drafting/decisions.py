@@ -190,8 +190,8 @@ class Drafting:
                 self.account(r).pay(policy.resuming(self._lag(r), size), size)
 
     def _limit(self, batch: Batch, head: Sequence[bool], policy: TreePolicy, flying: float = 0.0) -> float:
-        size = len(batch)
-        rooms = [self.account(r).room(size) - flying for r, drafts in zip(batch, head, strict=True) if drafts]
+        size, drew = len(batch), [r for r, drafts in zip(batch, head, strict=True) if drafts]
+        rooms = [self.account(r).room(size, flying=flying, together=len(drew)) for r in drew]
         return policy.limit(size, rooms, policy.least_round(size, len(rooms)))
 
     def _best(
