@@ -25,6 +25,7 @@ from specrs.engine.devices.cuda import CudaExecutor
 from specrs.engine.devices.host import HostExecutor
 from specrs.engine.devices.placing import Wanted
 from specrs.engine.errors import EngineBusyError, EngineClosedError
+from specrs.engine.interrupts import Uninterrupted
 from specrs.engine.prompts import Chats, Given, Prompt, load_eos, load_tokenizer, spellings, truncated
 from specrs.engine.request.decoding import TokenDecoder
 from specrs.engine.request.grammars import Grammars
@@ -248,16 +249,20 @@ class LLM(Conversing):
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """Work on the engine alone; refused at once while another call works."""
-        if not self._lock.acquire(blocking=False):
-            raise EngineBusyError
+        taken = False
         try:
+            with Uninterrupted():  # else the lock could be taken, and nobody know
+                taken = self._lock.acquire(blocking=False)
+            if not taken:
+                raise EngineBusyError
             if self._parts is None:
                 raise EngineClosedError
             with self._parts[0].executor.entered():
                 self._drop_left()
                 yield
         finally:
-            self._lock.release()
+            if taken:
+                self._lock.release()
 
     def _drop_left(self) -> None:
         """Abort what closed streams left; the caller has the turn."""
@@ -380,7 +385,7 @@ class LLM(Conversing):
             while live:
                 while not inbox:
                     with turn():
-                        self._unclaimed.extend(self._step())
+                        self._step()
                 event = inbox.popleft()
                 if event.output is not None:
                     live.discard((event.request_id, event.index))
@@ -417,21 +422,20 @@ class LLM(Conversing):
 
         A request that cannot go on (NaN scores) ends alone: its last event's ``output`` has ``finish_reason``
         ``"error"`` and the ``error``. What is raised concerns the whole step, and leaves every request as it was before
-        the failed pass; abort one, or free pages, and step again.
+        the failed pass; abort one, or free pages, and step again. Ctrl-C comes at the end of a step, and loses no
+        event; a second Ctrl-C comes at once.
         """
         self._check_owner()
         with self._turn():
-            events = [*self._unclaimed, *self._step()]
-            self._unclaimed.clear()
-            return events
+            self._step()
+        events, self._unclaimed = self._unclaimed, []
+        return events
 
-    def _step(self) -> list[StreamEvent]:
-        """Step, hand the events of streams to their inboxes, and return the rest."""
-        rest: list[StreamEvent] = []
-        for event in self._scheduler.step():
-            inbox = self._inboxes.get(event.request_id)
-            (rest if inbox is None else inbox).append(event)
-        return rest
+    def _step(self) -> None:
+        """Step, and hand each event to the inbox of its stream, or keep it for the next `step`."""
+        with Uninterrupted():
+            for event in self._scheduler.step():
+                self._inboxes.get(event.request_id, self._unclaimed).append(event)
 
     def abort(self, request_id: int) -> StreamEvent | None:
         """End a request early, with the output that it has; ``None`` where it is not live.
@@ -442,9 +446,10 @@ class LLM(Conversing):
         """
         self._check_owner()
         with self._turn():
+            with Uninterrupted():
+                self._unclaimed += self._scheduler.abort(request_id)
             news = [e for e in self._unclaimed if e.request_id == request_id]
             self._unclaimed = [e for e in self._unclaimed if e.request_id != request_id]
-            news += self._scheduler.abort(request_id)
             each = [[e for e in news if e.index == i] for i in sorted({e.index for e in news})]
             events = [event for some in each if (event := StreamEvent.joined(some)) is not None]
             inbox = self._inboxes.get(request_id)

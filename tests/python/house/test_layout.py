@@ -28,7 +28,7 @@ ENGINE = [  # folders and top files of the engine, likewise
     {"config"},
     {"rounds"},
     {"devices"},
-    {"errors", "prompts", "conversing"},
+    {"errors", "interrupts", "prompts", "conversing"},
     {"llm"},
     {"loops"},
 ]

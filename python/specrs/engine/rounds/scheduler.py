@@ -217,7 +217,7 @@ class Scheduler:
     def _tell(self, passed: Sequence[Passed]) -> None:
         """Note the events of passes that have run, and end the requests that have finished.
 
-        Ctrl-C may interrupt this, for example in a drafter's code. The next call then goes on.
+        A second Ctrl-C may interrupt this, for example in a drafter's code. The next call then goes on.
         """
         self._passed += passed
         while self._passed:
