@@ -220,31 +220,9 @@ __device__ __forceinline__ void each_piece(const Row<L> &row, F f) {
     }
 }
 
-// Call `use(id, x, made(id, x))` for each logit of the stretch, edited; ids ascend in a lane, and all lanes call together. Places
-// outside the row come too, with -inf, so what has no weight must not count. `made` only computes: four calls of it overlap.
-template <typename L, typename Made, typename Use>
-__device__ __forceinline__ void each(const Row<L> &row, Made made, Use use) {
-    const int32_t lane = threadIdx.x % 32, first = row.first - row.lead + 4 * lane;
-    const float4 *held = reinterpret_cast<const float4 *>(held_piece(row.piece)) + lane;
-    each_piece(row, [&](int32_t from, int32_t count) {
-#pragma unroll 1
-        for (int32_t base = 0; base < count; base += TURN) {
-            const float4 four = held[base / 4];
-            const float x[4] = {four.x, four.y, four.z, four.w};
-            decltype(made(0, 0.0f)) of[4];
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                of[k] = made(first + from + base + k, x[k]);
-            }
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                use(first + from + base + k, x[k], of[k]);
-            }
-        }
-    });
-}
-
-// The same where of a turn's logits one is `worth` it in some lane; those of other turns are left out.
+// Call `use(id, x, made(id, x))` for each logit of the stretch, edited, in the turns of which some lane has a logit that is `worth`
+// it; ids ascend in a lane, and all lanes call together. Places outside the row come too, with -inf, so what has no weight must not
+// count. `made` only computes: four calls of it overlap.
 template <typename L, typename Worth, typename Made, typename Use>
 __device__ __forceinline__ void each_of(const Row<L> &row, Worth worth, Made made, Use use) {
     const int32_t lane = threadIdx.x % 32, first = row.first - row.lead + 4 * lane;
@@ -268,6 +246,12 @@ __device__ __forceinline__ void each_of(const Row<L> &row, Worth worth, Made mad
             }
         }
     });
+}
+
+// The same in all turns.
+template <typename L, typename Made, typename Use>
+__device__ __forceinline__ void each(const Row<L> &row, Made made, Use use) {
+    each_of(row, [](float) { return true; }, made, use);
 }
 
 // Go on to the row at `logits`.
