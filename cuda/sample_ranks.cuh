@@ -308,9 +308,7 @@ __device__ __forceinline__ Gathered gather_bin(Team &team, const Row<L> &row, So
 template <typename L>
 __device__ __forceinline__ Gathered gather_best(Team &team, const Row<L> &row, Softmax softmax, float least) {
     return gather(team, [&](auto use) {
-        const auto place = [&](int32_t, float x) {
-            return Place{x >= least && !draw::vanishes(softmax.log_weight(x)), 0, 0};
-        };
+        const auto place = [&](int32_t, float x) { return Place{!draw::vanishes(softmax.log_weight(x)), 0, 0}; };
         each_of(row, [&](float x) { return x >= least; }, place, use);
     });
 }
