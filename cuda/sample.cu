@@ -9,7 +9,7 @@
 // sample_team.cuh sums over the group, sample_ranks.cuh finds what top-k and top-p keep, sample_draw.cuh draws.
 //
 // A row that cannot be sampled (NaN, +inf, nothing finite) ends its request's walk and is recorded; indices outside their
-// arrays are recorded, and leave the request out. Other requests go on. Every slot of every output is written.
+// arrays, and samplers that no host makes, are recorded and leave the request out. Other requests go on. Every slot of every output is written.
 //
 // Cost: bytes of the rows on the walks, once from memory; of rows that do not fit their group's shared memory, once more from L2
 // in each pass.
@@ -46,6 +46,26 @@ __device__ __noinline__ bool has_bad_token(const SampleParams &p, const Group gr
         }
     }
     return bad;
+}
+
+// Whether a request's sampler is in the bounds of those that the host makes, by which the best token has a weight and sums of
+// weights fit their bits; recorded if not. Bits of floats that are not negative ascend as the floats do.
+__device__ __forceinline__ bool sound_sampler(const SampleParams &p, const SamplerRow &sampler, int32_t request, bool writer) {
+    const uint64_t infinity = 0x7f800000u, one = 0x3ff0000000000000ull;
+    const uint64_t values[3] = {sampler.inv_t, sampler.min_weight, sampler.top_p};
+    const uint64_t bounds[3] = {infinity, draw::ONE + 1, one + 1};
+    bool sound = true;
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+        if (values[i] >= bounds[i]) {
+            sound = false;
+            if (writer) {
+                record_fault(p.verify.report, KERNEL_SAMPLE_VERIFY, BUFFER_SAMPLERS, request, i,
+                             static_cast<int64_t>(values[i]), static_cast<int64_t>(bounds[i]));
+            }
+        }
+    }
+    return sound;
 }
 
 // The row of a request before its first one: the warp's stretch and its part of the edits.
@@ -91,7 +111,7 @@ __device__ __forceinline__ void sample_walk(const SampleParams &p) {
     const int32_t *tokens = reinterpret_cast<const int32_t *>(p.verify.tree_tokens) + nodes.begin;
     bool more;
     const Edits edits = edits_of(p, request, writer && nodes.size > 0, more);
-    more = more && nodes.size > 0;
+    more = more && nodes.size > 0 && sound_sampler(p, sampler, request, writer);
     Walk walk = {0, 0};
     Row<L> row = row_of<L>(p, team.group, sampler, edits);
     const typename L::Storage *logits = reinterpret_cast<const typename L::Storage *>(p.verify.logits);

@@ -112,16 +112,17 @@ __device__ __forceinline__ int32_t draw_kept(Team &team, const Row<L> &row, cons
             own += in_bounds(at, row.size) && entry.key <= kept.last ? entry.weight : 0;
         }
         own = warp_sum(own);
+        // The next post is one of the largest logits, which leaves this place alone.
+        uint64_t *warp_sums = shared.warp_sums[team.turn][MOST_SUMS - 1];
         if (lane == 0) {
-            shared.warp_sums[team.turn][0][warp] = own;
+            warp_sums[warp] = own;
         }
         __syncthreads();
-        const uint64_t before = begin + warp_sum(lane < warp ? shared.warp_sums[team.turn][0][lane % WARPS] : 0);
+        const uint64_t before = begin + warp_sum(lane < warp ? warp_sums[lane % WARPS] : 0);
         if (left >= before && left - before < own) {
             find(team, row, left - before, kept);
         }
     }
-    team.turn ^= 1;
     return static_cast<int32_t>(published(team));
 }
 

@@ -244,6 +244,7 @@ template <typename Pass>
 __device__ __forceinline__ Gathered gather(Team &team, Pass pass) {
     const int32_t lane = threadIdx.x % 32;
     const uint32_t turn = team.keys_turn;
+    const Box box = turn == 0 ? BOX_KEYS : BOX_KEYS_NEXT;
     team.keys_turn ^= 1;
     const int32_t room = KEYS / team.group.size;
     uint64_t *keys = shared.keys[turn] + team.group.rank * room;
@@ -262,9 +263,9 @@ __device__ __forceinline__ Gathered gather(Team &team, Pass pass) {
         if (threadIdx.x == 0) {
             shared.gathered = 0;
         }
-        share(team, keys, room * sizeof *keys, BOX_KEYS);
+        share(team, keys, room * sizeof *keys, box);
     });
-    team.receive_shares(BOX_KEYS, room * sizeof *keys);
+    team.receive_shares(box, room * sizeof *keys);
     Gathered all{};
     all.own_above = own[0];
     all.posts = posts;
@@ -307,9 +308,7 @@ __device__ __forceinline__ Gathered gather_bin(Team &team, const Row<L> &row, So
 template <typename L>
 __device__ __forceinline__ Gathered gather_best(Team &team, const Row<L> &row, Softmax softmax, float least) {
     return gather(team, [&](auto use) {
-        const auto place = [&](int32_t, float x) {
-            return Place{x >= least && !draw::vanishes(softmax.log_weight(x)), 0, 0};
-        };
+        const auto place = [&](int32_t, float x) { return Place{!draw::vanishes(softmax.log_weight(x)), 0, 0}; };
         each_of(row, [&](float x) { return x >= least; }, place, use);
     });
 }
@@ -373,6 +372,8 @@ __device__ __forceinline__ Gathered narrow(Team &team, const Row<L> &row, Softma
         }
         int32_t bin = find_bin<WEIGHTS>(range, softmax, need - found.above);
         if (!WEIGHTS && whole && bin == BINS - 1) {
+            // A post, by which all blocks have these bins before any block counts others in them.
+            largest(team, 0);
             return found;
         }
         // By weight the bin is a guess: the exact sums have the last word.

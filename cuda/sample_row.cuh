@@ -244,27 +244,42 @@ __device__ __forceinline__ void each(const Row<L> &row, Made made, Use use) {
     });
 }
 
-// The same where of a turn's logits one is `worth` it in some lane; those of other turns are left out.
+// The same for those logits alone that are `worth` it: each lane goes from one to its next, and calls with -inf once it has no more.
+// Where they are few a warp takes as many calls as its lane with the most of them has.
 template <typename L, typename Worth, typename Made, typename Use>
 __device__ __forceinline__ void each_of(const Row<L> &row, Worth worth, Made made, Use use) {
+    constexpr int AT_ONCE = 2;    // calls of `made` that overlap
+    constexpr int32_t TURNS = 8;  // a lane's logits of which are the bits of a word
     const int32_t lane = threadIdx.x % 32, first = row.first - row.lead + 4 * lane;
-    const float4 *held = reinterpret_cast<const float4 *>(held_piece(row.piece)) + lane;
+    const float *held = held_piece(row.piece) + 4 * lane;
     each_piece(row, [&](int32_t from, int32_t count) {
 #pragma unroll 1
-        for (int32_t base = 0; base < count; base += TURN) {
-            const float4 four = held[base / 4];
-            const float x[4] = {four.x, four.y, four.z, four.w};
-            if (!__any_sync(ALL_LANES, worth(x[0]) | worth(x[1]) | worth(x[2]) | worth(x[3]))) {
-                continue;
-            }
-            decltype(made(0, 0.0f)) of[4];
+        for (int32_t base = 0; base < count; base += TURNS * TURN) {
+            uint32_t left = 0;
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                of[k] = made(first + from + base + k, x[k]);
+            for (int32_t turn = 0; turn < TURNS; ++turn) {
+                if (base + turn * TURN < count) {
+                    const float4 x = *reinterpret_cast<const float4 *>(held + base + turn * TURN);
+                    const uint32_t four = worth(x.x) | worth(x.y) << 1 | worth(x.z) << 2 | worth(x.w) << 3;
+                    left |= four << 4 * turn;
+                }
             }
+            while (__any_sync(ALL_LANES, left != 0)) {
+                int32_t id[AT_ONCE];
+                float x[AT_ONCE];
+                decltype(made(0, 0.0f)) of[AT_ONCE];
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                use(first + from + base + k, x[k], of[k]);
+                for (int k = 0; k < AT_ONCE; ++k) {
+                    const int32_t bit = max(__ffs(left) - 1, 0), at = base + bit / 4 * TURN + bit % 4;
+                    id[k] = first + from + at;
+                    x[k] = left != 0 ? held[at] : __uint_as_float(0xff800000u);
+                    of[k] = made(id[k], x[k]);
+                    left &= left - 1;
+                }
+#pragma unroll
+                for (int k = 0; k < AT_ONCE; ++k) {
+                    use(id[k], x[k], of[k]);
+                }
             }
         }
     });

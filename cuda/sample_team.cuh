@@ -15,9 +15,10 @@ constexpr int MOST_SUMS = 3;
 static_assert(WARPS <= 32, "the warps of a block are summed in one warp");
 static_assert(BINS <= THREADS && CANDIDATES <= THREADS, "a thread for each");
 
-// Mailboxes of a block, by what they count: posts of both turns, bins, gathered ranks, the largest logits of warps, a published
-// value.
-enum Box { BOX_POSTED, BOX_POSTED_NEXT, BOX_BINS, BOX_KEYS, BOX_TOPS, BOX_PUBLISHED, BOXES };
+// Mailboxes of a block, by what they count: posts of both turns, bins, gathered ranks of both turns, the largest logits of warps,
+// a published value. Those of two turns may be sent before a block has what came before them; between two of the others lies a
+// post.
+enum Box { BOX_POSTED, BOX_POSTED_NEXT, BOX_BINS, BOX_KEYS, BOX_KEYS_NEXT, BOX_TOPS, BOX_PUBLISHED, BOXES };
 
 // A gathered token: its rank, or its id, and what it weighs.
 struct alignas(16) Entry {

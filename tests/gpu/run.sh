@@ -95,6 +95,7 @@ cases() {
         echo "dead or outside or leave_nothing or ends_early or cannot_be_sampled or empty or (half and 31)" \
             "or test_trees[ties-31]"
         ;;
+    test_gpu_sample_groups) echo "leaves_its_request and nucleus-3 and not best" ;;
     test_gpu_rows) echo "few_rows or $small" ;;
     test_gpu_faults) echo "record" ;;
     test_gpu_unite) echo "recorded or none or limits or (references and 3-2)" ;;

@@ -13,6 +13,7 @@ declare! {
             BUFFER_EDITED_LOGITS = 60: "target logits after logit_bias and penalties",
             BUFFER_EDITS = 61: "edits",
             BUFFER_EDIT_TOKENS = 62: "edits (tokens)",
+            BUFFER_SAMPLERS = 63: "samplers",
         }
     }
     structs {
