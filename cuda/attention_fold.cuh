@@ -165,9 +165,13 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
         }
         const int32_t serial = __ldcg(header);
         const int32_t first = __ldcg(header + 2 + i) + place;
-        const int32_t tail = __ldcg(header + 1) + __ldcg(header + 2 + p.requests + i) + place;
+        const int32_t pairs = __ldcg(header + 2 + p.requests + i);
+        const int32_t tail = __ldcg(header + 1) + pairs + place;
         if (serial != 0) {
             return;
+        }
+        if (pairs < 0) {
+            continue;  // not taken: the batch ends before it
         }
         using Some = Parts<HD>;
         Folded f = {none(), 0.0f};

@@ -489,7 +489,7 @@ struct TileCompute : TileLoad<HD, M, WARPGROUP> {
             flush_to_slot(tail);
         }
         __syncthreads();  // every warp has read the state of the splits before
-        if (thread < M) {
+        if (thread < M && sh.last[thread] >= 0) {  // a refused row is not cut, and takes nothing
             sh.folded[thread].join(sh.top[thread], sh.row_sum[thread], c);
         }
         start_split();

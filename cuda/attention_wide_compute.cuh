@@ -157,8 +157,8 @@ __device__ __forceinline__ void add_row_sums(const float (&s)[16][4], WideSums<H
         sums.l[e] = __fmaf_rn(sums.l[e], sums.alpha[e], row_sum_of(part, unit[e]));
         never |= part;
     }
-    if (never == 0x80000001u) {
-        asm volatile("trap;\n");  // counts are below 2^30: it holds the wait for products back behind the exponentials
+    if (never == 0x80000001u) {  // not by numbers, whose counts are below 2^30
+        asm volatile("nanosleep.u32 0;\n");  // holds the wait for products back behind the exponentials
     }
 }
 
