@@ -38,18 +38,8 @@ struct Folded {
     }
 };
 
-// A block's part of the row sum: `count` steps of 2^-23 of `unit`.
-__device__ __forceinline__ float row_sum_of(uint32_t count, float unit) {
-    return __fmul_rn(__fmul_rn(__int2float_rn(static_cast<int32_t>(count)), 1.0f / 8388608.0f), unit);
-}
-
 __device__ __forceinline__ float fold(float sum, float u, float part, float w) {
     return __fmaf_rn(part, w, __fmul_rn(sum, u));
-}
-
-// tanh(x) within 2^-22 or so of it: 1 - 2 / (1 + e^2x), from `x` times 2 log2(e).
-__device__ __forceinline__ float tanh_of(float x) {
-    return __fsub_rn(1.0f, __fdiv_rn(2.0f, __fadd_rn(1.0f, exp2_approx(x))));
 }
 
 // The output of sums `o` over a row sum `l`; 0 for a row without keys. -0 becomes +0 (see the top).

@@ -10,6 +10,7 @@
 
 #include "attention_items.cuh"
 #include "attention_ring.cuh"
+#include "attention_softmax.cuh"
 #include "tma.cuh"
 
 #if SPECRS_WARPGROUPS
@@ -369,13 +370,7 @@ struct WideSums {
     }
     __device__ __forceinline__ void rescale() {
         if (!__all_sync(~0u, kept)) {  // a factor of 1 changes nothing
-#pragma unroll
-            for (int i = 0; i < HD / 8; ++i) {
-#pragma unroll
-                for (int x = 0; x < 4; ++x) {
-                    o[i][x] = __fmul_rn(o[i][x], alpha[x >> 1]);
-                }
-            }
+            scale_rows(o, alpha);
         }
     }
 };

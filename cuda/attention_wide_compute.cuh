@@ -88,40 +88,17 @@ __device__ __forceinline__ void pick_scores(float (&s)[16][4], const WideShared 
     }
 }
 
-// Scores in units of the cap, which `c` has as a factor.
-__device__ __forceinline__ void cap_scores(float (&s)[16][4], float factor) {
-    if constexpr (CAPPED) {
-#pragma unroll
-        for (int kt = 0; kt < 16; ++kt) {
-#pragma unroll
-            for (int x = 0; x < 4; ++x) {
-                s[kt][x] = tanh_of(__fmul_rn(s[kt][x], factor));
-            }
-        }
-    }
-}
-
-// Exponentials of the scores in place, and the factors of the sums so far; `unit`: see `Shared`.
+// Exponentials of the scores in place, and the factors of the sums so far; `unit`: see `RowFactors`.
 template <int HD>
 __device__ __forceinline__ void exponentials(float (&s)[16][4], WideSums<HD> &sums, float (&unit)[2], float c) {
     float shift[2];
     sums.kept = true;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-        float top = none();
-#pragma unroll
-        for (int kt = 0; kt < 16; ++kt) {
-            top = fmaxf(top, fmaxf(s[kt][e * 2], s[kt][e * 2 + 1]));
-        }
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-        const float both = fmaxf(sums.m[e], top);
-        const float finite = both == none() ? 0.0f : both;
-        shift[e] = __fmul_rn(finite, c);
-        sums.alpha[e] = exp2_approx(__fmul_rn(__fsub_rn(sums.m[e], finite), c));
-        const int largest = __float_as_int(exp2_approx(__fmaf_rn(top, c, -shift[e])));
-        unit[e] = __int_as_float(top == none() ? 0x00800000 : (largest & 0x7f800000) + 0x00800000);
-        sums.m[e] = both;
+        const RowFactors f = RowFactors::next(sums.m[e], row_max(s, e), c);
+        shift[e] = f.shift;
+        unit[e] = f.unit;
+        sums.alpha[e] = f.alpha;
         sums.kept = sums.kept && sums.alpha[e] == 1.0f;
     }
 #pragma unroll
@@ -143,17 +120,13 @@ __device__ __forceinline__ void add_row_sums(const float (&s)[16][4], WideSums<H
     for (int kt = 0; kt < 16; ++kt) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            const uint32_t weights = T::pack(s[kt][e * 2], s[kt][e * 2 + 1]);
-            sum[e] += __float_as_uint(__fadd_rn(T::low(weights), unit[e]));
-            sum[e] += __float_as_uint(__fadd_rn(T::high(weights), unit[e]));
+            sum[e] += counts_of<T>(T::pack(s[kt][e * 2], s[kt][e * 2 + 1]), unit[e]);
         }
     }
     uint32_t never = 0;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-        uint32_t part = sum[e] - 32u * __float_as_uint(unit[e]);  // modulo 2^32, in any order
-        part += __shfl_xor_sync(~0u, part, 1);
-        part += __shfl_xor_sync(~0u, part, 2);
+        const uint32_t part = quad_sum(sum[e] - 32u * __float_as_uint(unit[e]));  // modulo 2^32, in any order
         sums.l[e] = __fmaf_rn(sums.l[e], sums.alpha[e], row_sum_of(part, unit[e]));
         never |= part;
     }
@@ -286,16 +259,11 @@ __device__ __forceinline__ void tail_block(const AttentionParams &p, const WideS
 #pragma unroll 1
         for (uint32_t left = uniform(sh.groups_at[x]); left != 0; left &= left - 1) {
             const int g = __ffs(static_cast<int>(left)) - 1;
-            const int32_t *keys = sh.key_position + g * GROUP + at.pair * 2;
-            const uint32_t low = (keys[0] == logical ? 0xffffu : 0u) | (keys[1] == logical ? 0xffff0000u : 0u);
-            const uint32_t high = (keys[8] == logical ? 0xffffu : 0u) | (keys[9] == logical ? 0xffff0000u : 0u);
+            const PositionMask mask(sh.key_position + g * GROUP + at.pair * 2, logical);
             const int piece = g * 2 + (at.lane >> 4);
             uint32_t a[4];
             load_matrices(a, p_at + (piece >> 3) * WIDE_PANEL + swizzled<64>(at.lane & 15, piece & 7));
-            a[0] &= low;
-            a[1] &= low;
-            a[2] &= high;
-            a[3] &= high;
+            mask.keep(a);
             warpgroup_arrive();
             Warpgroup<T, HD, 1>::mma(sums.o, a, v_base + (g * (GROUP * 128) >> 4));
             warpgroup_commit();
