@@ -132,6 +132,7 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
     }
     const int lane = threadIdx.x & 31;
     const int32_t heads = p.kv_heads * p.group;
+    const int shift = __ffs(p.tile_rows) - 1;  // a power of two
     const int64_t per_request = static_cast<int64_t>(p.max_queries) * heads;
     const int64_t step = static_cast<int64_t>(gridDim.x) * WARPS;
     for (int64_t at = blockIdx.x * WARPS + (threadIdx.x >> 5); at < per_request * p.requests; at += step) {
@@ -145,8 +146,10 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
         const int32_t query_head = rest % heads;
         const int32_t head = query_head / p.group;
         const int32_t packed = j * p.group + query_head % p.group;
-        const int32_t tiles = (r.queries * p.group + p.tile_rows - 1) / p.tile_rows;
-        const int32_t place = head * tiles + tiles - 1 - packed / p.tile_rows;  // `attend` numbers items so
+        const int32_t tiles = (r.queries * p.group + p.tile_rows - 1) >> shift;
+        const int32_t place = head * tiles + tiles - 1 - (packed >> shift);  // `attend` numbers items so
+        const int32_t tile_row = packed & (p.tile_rows - 1);
+        const int32_t step_of_split = p.kv_heads * tiles;
         const int32_t most = splits_of(p, r);
         // Writes of `attend` are read past L1, and not before the wait: no load for constants may be used.
         if (!waited) {
@@ -175,8 +178,8 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
 #pragma unroll
             for (int k = 0; k < Some::AHEAD; ++k) {
                 if (split + k <= most) {
-                    const int32_t slot = split + k == most ? tail : first + (split + k) * p.kv_heads * tiles;
-                    parts.load(p, k, static_cast<int64_t>(slot) * p.slot_rows + packed % p.tile_rows);
+                    const int32_t slot = split + k == most ? tail : first + (split + k) * step_of_split;
+                    parts.load(p, k, static_cast<int64_t>(slot) * p.slot_rows + tile_row);
                 }
             }
             const Row row = row_at<false>(p, r, i, j, false);

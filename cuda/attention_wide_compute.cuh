@@ -250,24 +250,41 @@ __device__ __forceinline__ void tail_block(const AttentionParams &p, const WideS
     const int32_t cut_min = sh.cut_min;
     const int32_t positions = sh.tail_last < cut_min ? 0 : min(sh.tail_last - cut_min + 1, BLOCK);
     const uint64_t v_base = matrix_descriptor(uniform(ring_at + v_stage * ENTRY), WIDE_PANEL);
-#pragma unroll 1
-    for (int32_t x = 0; x < positions; ++x) {
-        const int32_t logical = cut_min + x;
-        if (logical < sh.half_first[at.half] || logical > sh.half_last[at.half]) {
-            continue;  // all weights are 0
+    // A step is a position and a group of keys that has it. The next one's weights come while one is multiplied.
+    int32_t x = -1;
+    uint32_t left = 0;  // groups of position x that are to come
+    int g = 0;
+    auto next = [&](uint32_t (&a)[4]) {
+        while (left == 0) {
+            if (++x >= positions) {
+                return false;
+            }
+            const int32_t logical = cut_min + x;
+            if (logical >= sh.half_first[at.half] && logical <= sh.half_last[at.half]) {  // else all weights are 0
+                left = uniform(sh.groups_at[x]);
+            }
         }
+        g = __ffs(static_cast<int>(left)) - 1;
+        left &= left - 1;
+        const int piece = g * 2 + (at.lane >> 4);
+        load_matrices(a, p_at + (piece >> 3) * WIDE_PANEL + swizzled<64>(at.lane & 15, piece & 7));
+        PositionMask(sh.key_position + g * GROUP + at.pair * 2, cut_min + x).keep(a);
+        return true;
+    };
+    uint32_t a[4];
+    uint32_t ahead[4];
+    bool more = next(a);
 #pragma unroll 1
-        for (uint32_t left = uniform(sh.groups_at[x]); left != 0; left &= left - 1) {
-            const int g = __ffs(static_cast<int>(left)) - 1;
-            const PositionMask mask(sh.key_position + g * GROUP + at.pair * 2, logical);
-            const int piece = g * 2 + (at.lane >> 4);
-            uint32_t a[4];
-            load_matrices(a, p_at + (piece >> 3) * WIDE_PANEL + swizzled<64>(at.lane & 15, piece & 7));
-            mask.keep(a);
-            warpgroup_arrive();
-            Warpgroup<T, HD, 1>::mma(sums.o, a, v_base + (g * (GROUP * 128) >> 4));
-            warpgroup_commit();
-            warpgroup_wait<0>();
+    while (more) {
+        warpgroup_arrive();
+        Warpgroup<T, HD, 1>::mma(sums.o, a, v_base + (g * (GROUP * 128) >> 4));
+        warpgroup_commit();
+        more = next(ahead);
+        warpgroup_wait<0>();
+#pragma unroll
+        for (int y = 0; y < 4; ++y) {
+            a[y] = ahead[y];
+            asm volatile("" : "+r"(a[y])::"memory");
         }
     }
     pin(sums.o);
