@@ -42,6 +42,7 @@
 //   attention_ring.cuh          shared memory and cp.async
 //   attention_tile.cuh          a tile of up to 64 rows: lists and loading; its computing: attention_tile_compute.cuh
 //   attention_wide.cuh          a tile of 128 rows: lists and loading; its computing: attention_wide_compute.cuh
+//   attention_softmax.cuh       formulas of a block's softmax
 //   attention_fold.cuh          the folding of splits, with `merge`
 //
 // build.rs compiles this file once for each element type (SPECRS_ELEMENT) and head_dim (SPECRS_HEAD_DIM), and, for the

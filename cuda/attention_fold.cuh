@@ -38,18 +38,8 @@ struct Folded {
     }
 };
 
-// A block's part of the row sum: `count` steps of 2^-23 of `unit`.
-__device__ __forceinline__ float row_sum_of(uint32_t count, float unit) {
-    return __fmul_rn(__fmul_rn(__int2float_rn(static_cast<int32_t>(count)), 1.0f / 8388608.0f), unit);
-}
-
 __device__ __forceinline__ float fold(float sum, float u, float part, float w) {
     return __fmaf_rn(part, w, __fmul_rn(sum, u));
-}
-
-// tanh(x) within 2^-22 or so of it: 1 - 2 / (1 + e^2x), from `x` times 2 log2(e).
-__device__ __forceinline__ float tanh_of(float x) {
-    return __fsub_rn(1.0f, __fdiv_rn(2.0f, __fadd_rn(1.0f, exp2_approx(x))));
 }
 
 // The output of sums `o` over a row sum `l`; 0 for a row without keys. -0 becomes +0 (see the top).
@@ -142,6 +132,7 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
     }
     const int lane = threadIdx.x & 31;
     const int32_t heads = p.kv_heads * p.group;
+    const int shift = __ffs(p.tile_rows) - 1;  // a power of two
     const int64_t per_request = static_cast<int64_t>(p.max_queries) * heads;
     const int64_t step = static_cast<int64_t>(gridDim.x) * WARPS;
     for (int64_t at = blockIdx.x * WARPS + (threadIdx.x >> 5); at < per_request * p.requests; at += step) {
@@ -155,8 +146,10 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
         const int32_t query_head = rest % heads;
         const int32_t head = query_head / p.group;
         const int32_t packed = j * p.group + query_head % p.group;
-        const int32_t tiles = (r.queries * p.group + p.tile_rows - 1) / p.tile_rows;
-        const int32_t place = head * tiles + tiles - 1 - packed / p.tile_rows;  // `attend` numbers items so
+        const int32_t tiles = (r.queries * p.group + p.tile_rows - 1) >> shift;
+        const int32_t place = head * tiles + tiles - 1 - (packed >> shift);  // `attend` numbers items so
+        const int32_t tile_row = packed & (p.tile_rows - 1);
+        const int32_t step_of_split = p.kv_heads * tiles;
         const int32_t most = splits_of(p, r);
         // Writes of `attend` are read past L1, and not before the wait: no load for constants may be used.
         if (!waited) {
@@ -165,9 +158,13 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
         }
         const int32_t serial = __ldcg(header);
         const int32_t first = __ldcg(header + 2 + i) + place;
-        const int32_t tail = __ldcg(header + 1) + __ldcg(header + 2 + p.requests + i) + place;
+        const int32_t pairs = __ldcg(header + 2 + p.requests + i);
+        const int32_t tail = __ldcg(header + 1) + pairs + place;
         if (serial != 0) {
             return;
+        }
+        if (pairs < 0) {
+            continue;  // not taken: the batch ends before it
         }
         using Some = Parts<HD>;
         Folded f = {none(), 0.0f};
@@ -181,8 +178,8 @@ __device__ __forceinline__ void merge(const AttentionParams &p) {
 #pragma unroll
             for (int k = 0; k < Some::AHEAD; ++k) {
                 if (split + k <= most) {
-                    const int32_t slot = split + k == most ? tail : first + (split + k) * p.kv_heads * tiles;
-                    parts.load(p, k, static_cast<int64_t>(slot) * p.slot_rows + packed % p.tile_rows);
+                    const int32_t slot = split + k == most ? tail : first + (split + k) * step_of_split;
+                    parts.load(p, k, static_cast<int64_t>(slot) * p.slot_rows + tile_row);
                 }
             }
             const Row row = row_at<false>(p, r, i, j, false);

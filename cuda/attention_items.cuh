@@ -22,18 +22,30 @@ struct Items {
     }
 };
 
-// Counts items. `scan` has a place for each warp of the CTA's THREADS_ALL; a refused request's output becomes 0.
+// The query of the output at which a start lies; its end for starts behind it.
+__device__ __forceinline__ int32_t query_of(const AttentionParams &p, int32_t start) {
+    return min(max(start, 0), p.queries);
+}
+
+// Counts items. `scan` has a place for each warp of the CTA's THREADS_ALL.
+//
+// The batch ends in front of the first request whose starts decrease. Requests before it lie behind one another, so that
+// those that are taken share no query; all other queries' output becomes 0 here.
 template <int HD, int M, int THREADS_ALL, bool INLINE>
 __device__ __forceinline__ void count_items(const AttentionParams &p, int32_t (*scan)[THREADS_ALL / 32], Items &items) {
     const int thread = threadIdx.x;
     const int warp = thread >> 5;
     const int lane = thread & 31;
+    const int32_t *starts = reinterpret_cast<const int32_t *>(p.starts);
+    int32_t taken = p.requests;
     items.main_items = 0;
     items.pair_items = 0;
     for (int32_t base = 0; base < p.requests; base += THREADS_ALL) {
         const int32_t i = base + thread;
         int32_t a = 0;
         int32_t b = 0;
+        bool refused = false;
+        bool decreases = false;
         if (i < p.requests) {
             const Request r = request_at<INLINE>(p, i, blockIdx.x == 0);
             b = tiles_of<M>(p, r) * p.kv_heads;
@@ -41,10 +53,8 @@ __device__ __forceinline__ void count_items(const AttentionParams &p, int32_t (*
             if (items.requests != nullptr) {
                 items.requests[i] = r;
             }
-            if (r.refused && blockIdx.x == i % gridDim.x) {
-                const int32_t end = __ldg(reinterpret_cast<const int32_t *>(p.starts) + i + 1);
-                clear_queries<HD>(p, r.first, end, 0, 1);
-            }
+            refused = r.refused;
+            decreases = __ldg(starts + i + 1) < r.first;
         }
         const int32_t own_a = a;
         const int32_t own_b = b;
@@ -59,7 +69,7 @@ __device__ __forceinline__ void count_items(const AttentionParams &p, int32_t (*
             scan[0][warp] = a;
             scan[1][warp] = b;
         }
-        __syncthreads();
+        const bool ends = __syncthreads_or(decreases);
         int32_t before_a = items.main_items;
         int32_t before_b = items.pair_items;
 #pragma unroll
@@ -74,10 +84,25 @@ __device__ __forceinline__ void count_items(const AttentionParams &p, int32_t (*
             items.pairs[i] = before_b + b - own_b;
         }
         __syncthreads();
+        if (ends) {
+            for (taken = base; __ldg(starts + taken) <= __ldg(starts + taken + 1);) {
+                ++taken;
+            }
+            items.main_items = items.mains[taken];
+            items.pair_items = items.pairs[taken];
+            __syncthreads();
+        }
+        if (i < taken && (refused || i == 0) && blockIdx.x == i % gridDim.x) {
+            const int32_t end = __ldg(starts + i + (refused ? 1 : 0));
+            clear_queries<HD>(p, i == 0 ? 0 : query_of(p, __ldg(starts + i)), query_of(p, end), 0, 1);
+        }
+        if (ends) {
+            break;
+        }
     }
-    if (thread == 0) {
-        items.mains[p.requests] = items.main_items;
-        items.pairs[p.requests] = items.pair_items;
+    for (int32_t i = taken + thread; i <= p.requests; i += THREADS_ALL) {
+        items.mains[i] = items.main_items;
+        items.pairs[i] = items.pair_items;
     }
     // Serial where whole tiles keep at least 7 of 8 CTAs busy to the end, or where slots are too few.
     const int32_t waves = (items.pair_items + gridDim.x - 1) / gridDim.x;
@@ -92,14 +117,12 @@ __device__ __forceinline__ void count_items(const AttentionParams &p, int32_t (*
         }
         for (int32_t i = thread; i < p.requests; i += THREADS_ALL) {
             header[2 + i] = items.mains[i];
-            header[2 + p.requests + i] = items.pairs[i];
+            header[2 + p.requests + i] = i < taken ? items.pairs[i] : -1;
         }
     }
-    {  // dead lanes behind the last request
-        const int32_t end = __ldg(reinterpret_cast<const int32_t *>(p.starts) + p.requests);
-        clear_queries<HD>(p, min(max(end, 0), p.queries), p.queries, blockIdx.x * THREADS_ALL + thread,
-                          static_cast<int64_t>(gridDim.x) * THREADS_ALL);
-    }
+    // Behind the last request.
+    clear_queries<HD>(p, taken == 0 ? 0 : query_of(p, __ldg(starts + taken)), p.queries, blockIdx.x * THREADS_ALL + thread,
+                      static_cast<int64_t>(gridDim.x) * THREADS_ALL);
 }
 
 // The last i with table[i] <= index; table[0] = 0 and index < table[n].

@@ -50,7 +50,7 @@ struct Request {
     int32_t len;      // L: keys before the queries' own, from the first page on
     int32_t row;      // row of the page table
     int32_t page;     // column of the table at which the keys begin: positions below count from there
-    bool refused;     // true if the queries are there, but nothing may be read for them
+    bool refused;     // true if nothing may be read for its queries
 };
 
 // Check request `i`. `report` is true in one thread of the grid.
@@ -73,13 +73,14 @@ __device__ __forceinline__ Request request_at(const AttentionParams &p, int32_t 
     int64_t index = 0;
     int64_t bound = p.queries;
     bool good = true;
-    const int32_t n = end - r.first;
+    int32_t n = 0;
     if (r.first < 0 || end < r.first || end > p.queries) {
         const bool order = r.first >= 0 && end < r.first;
         buffer = order ? BUFFER_ATTENTION_QUERIES_ORDER : BUFFER_ATTENTION_QUERIES;
         index = r.first < 0 ? r.first : (order ? end : end - 1);
         good = false;
     } else {
+        n = end - r.first;
         const int32_t span = p.draft_slots != 0 ? p.draft_slots : n;
         if (n > p.max_queries) {
             buffer = BUFFER_ATTENTION_REQUEST_QUERIES;
@@ -102,8 +103,8 @@ __device__ __forceinline__ Request request_at(const AttentionParams &p, int32_t 
             bound = (r.len >> p.page_shift) + 1;
             good = false;
         }
-        r.refused = !good;
     }
+    r.refused = !good;
     if (good) {
         r.queries = n;
         r.len -= r.page << p.page_shift;

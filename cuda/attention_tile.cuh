@@ -96,26 +96,23 @@ struct TileLoad : TileShape<HD, M, WARPGROUP> {
     }
 
     // Queries, under way; past the end zeros.
-    __device__ __forceinline__ void load_queries() {
+    __device__ __forceinline__ void load_queries(const TileRows &lines) {
         for (int at = thread; at < M * PIECES; at += THREADS) {
             const int row = at / PIECES;
             const int piece = at % PIECES;
-            const bool live = row < rows;
-            const int32_t packed = live ? tile * M + row : 0;
-            const uint64_t line =
-                static_cast<uint64_t>(r.first + packed / p.group) * heads + head * p.group + packed % p.group;
+            const bool live = row < lines.rows;
             copy_async(q_at + swizzled<HD>(row, piece),
-                       reinterpret_cast<const uint8_t *>(p.q) + line * (HD * 2) + piece * 16, live);
+                       reinterpret_cast<const uint8_t *>(p.q) + (live ? lines.line_of(row) * (HD * 2) + piece * 16 : 0), live);
         }
         copy_commit();
     }
 
     // The rows of the tile, and what they attend to together.
-    __device__ __forceinline__ void list_rows() {
+    __device__ __forceinline__ void list_rows(const TileRows &lines) {
         if (thread < M) {
             Row row = {0, -1, 0};
             if (thread < rows) {
-                row = row_at<WARPGROUP>(p, r, i, (tile * M + thread) / p.group, head == 0);
+                row = row_at<WARPGROUP>(p, r, i, lines.query(thread), head == 0);
             }
             sh.cut[thread] = row.cut;
             sh.last[thread] = row.last;
@@ -173,7 +170,8 @@ struct TileLoad : TileShape<HD, M, WARPGROUP> {
         tile = place.tile;
         head = place.head;
         split = place.split;
-        rows = r.queries * p.group - tile * M;
+        const TileRows lines = TileRows::of<M>(p, r, tile, head);
+        rows = lines.rows;
         table = pages_of(p, r);
         block_first = with_tail ? 0 : split * SPLIT_BLOCKS;
         head_offset = static_cast<uint64_t>(head) * (HD * 2);
@@ -197,9 +195,9 @@ struct TileLoad : TileShape<HD, M, WARPGROUP> {
         if (thread < BLOCK) {
             sh.groups_at[thread] = 0;
         }
-        load_queries();
+        load_queries(lines);
         __syncthreads();
-        list_rows();
+        list_rows(lines);
         __syncthreads();
         cut_min = sh.cut_min;
         cut_max = sh.cut_max;

@@ -1,6 +1,7 @@
 // Computing of a tile of up to 64 rows: scores, softmax, values, flush. See attention_tile.cuh.
 #pragma once
 
+#include "attention_softmax.cuh"
 #include "attention_tile.cuh"
 
 namespace specrs {
@@ -116,18 +117,9 @@ struct TileCompute : TileLoad<HD, M, WARPGROUP> {
                 }
             }
         }
-        if constexpr (CAPPED) {  // in units of the cap, which `c` has as a factor
-            const float factor = __uint_as_float(p.cap_bits);
 #pragma unroll
-            for (int rt = 0; rt < ROW_TILES; ++rt) {
-#pragma unroll
-                for (int kt = 0; kt < KEY_TILES; ++kt) {
-#pragma unroll
-                    for (int x = 0; x < 4; ++x) {
-                        s[rt][kt][x] = tanh_of(__fmul_rn(s[rt][kt][x], factor));
-                    }
-                }
-            }
+        for (int rt = 0; rt < ROW_TILES; ++rt) {
+            cap_scores(s[rt], __uint_as_float(p.cap_bits));
         }
     }
 
@@ -181,16 +173,9 @@ struct TileCompute : TileLoad<HD, M, WARPGROUP> {
         for (int rt = 0; rt < ROW_TILES; ++rt) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                float top = none();
-#pragma unroll
-                for (int kt = 0; kt < KEY_TILES; ++kt) {
-                    top = fmaxf(top, fmaxf(s[rt][kt][e * 2], s[rt][kt][e * 2 + 1]));
-                }
-                top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-                top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-                tops[rt][e] = top;
+                tops[rt][e] = row_max(s[rt], e);
                 if (!WARPGROUP && pair == 0) {
-                    sh.maxima[warp][rt * 16 + quad + 8 * e] = top;
+                    sh.maxima[warp][rt * 16 + quad + 8 * e] = tops[rt][e];
                 }
             }
         }
@@ -202,7 +187,7 @@ struct TileCompute : TileLoad<HD, M, WARPGROUP> {
         bool kept = true;
 #pragma unroll
         for (int rt = 0; rt < ROW_TILES; ++rt) {
-            float shift[2];  // maximum * c
+            float shift[2];
             float unit[2];
             uint32_t sum[2] = {0, 0};
 #pragma unroll
@@ -211,18 +196,15 @@ struct TileCompute : TileLoad<HD, M, WARPGROUP> {
                 const float top = WARPGROUP ? tops[rt][e]
                                             : fmaxf(fmaxf(sh.maxima[0][row], sh.maxima[1][row]),
                                                     fmaxf(sh.maxima[2][row], sh.maxima[3][row]));
-                const float both = fmaxf(m[rt][e], top);
-                const float finite = both == none() ? 0.0f : both;
-                shift[e] = __fmul_rn(finite, c);
-                alpha[rt][e] = exp2_approx(__fmul_rn(__fsub_rn(m[rt][e], finite), c));
-                const int largest = __float_as_int(exp2_approx(__fmaf_rn(top, c, -shift[e])));
-                unit[e] = __int_as_float(top == none() ? 0x00800000 : (largest & 0x7f800000) + 0x00800000);
-                m[rt][e] = both;
-                kept = kept && alpha[rt][e] == 1.0f;
+                const RowFactors f = RowFactors::next(m[rt][e], top, c);
+                shift[e] = f.shift;
+                unit[e] = f.unit;
+                alpha[rt][e] = f.alpha;
+                kept = kept && f.alpha == 1.0f;
                 if (!WARPGROUP && warp == 0 && pair == 0) {
-                    sh.alpha[row] = alpha[rt][e];
-                    sh.unit[row] = unit[e];
-                    sh.top[row] = both;
+                    sh.alpha[row] = f.alpha;
+                    sh.unit[row] = f.unit;
+                    sh.top[row] = m[rt][e];
                 }
             }
 #pragma unroll
@@ -232,8 +214,7 @@ struct TileCompute : TileLoad<HD, M, WARPGROUP> {
                     const float low = exp2_approx(__fmaf_rn(s[rt][kt][e * 2], c, -shift[e]));
                     const float high = exp2_approx(__fmaf_rn(s[rt][kt][e * 2 + 1], c, -shift[e]));
                     const uint32_t weights = T::pack(low, high);
-                    sum[e] += __float_as_uint(__fadd_rn(T::low(weights), unit[e]));
-                    sum[e] += __float_as_uint(__fadd_rn(T::high(weights), unit[e]));
+                    sum[e] += counts_of<T>(weights, unit[e]);
                     const int row = rt * 16 + quad + 8 * e;
                     if (WARPGROUP) {
                         own[WARPGROUP ? kt >> 1 : 0][(kt & 1) * 2 + e] = weights;
@@ -246,9 +227,8 @@ struct TileCompute : TileLoad<HD, M, WARPGROUP> {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 // Modulo 2^32, in any order.
-                uint32_t part = sum[e] - static_cast<uint32_t>(2 * KEY_TILES) * __float_as_uint(unit[e]);
-                part += __shfl_xor_sync(~0u, part, 1);
-                part += __shfl_xor_sync(~0u, part, 2);
+                const uint32_t part =
+                    quad_sum(sum[e] - static_cast<uint32_t>(2 * KEY_TILES) * __float_as_uint(unit[e]));
                 if (WARPGROUP) {
                     l[e] = __fmaf_rn(l[e], alpha[rt][e], row_sum_of(part, unit[e]));
                 } else if (pair == 0) {
@@ -263,13 +243,7 @@ struct TileCompute : TileLoad<HD, M, WARPGROUP> {
         if (!__all_sync(~0u, kept)) {  // a factor of 1 changes nothing
 #pragma unroll
             for (int rt = 0; rt < ROW_TILES; ++rt) {
-#pragma unroll
-                for (int ct = 0; ct < COLUMN_TILES; ++ct) {
-#pragma unroll
-                    for (int x = 0; x < 4; ++x) {
-                        o[rt][ct][x] = __fmul_rn(o[rt][ct][x], alpha[rt][x >> 1]);
-                    }
-                }
+                scale_rows(o[rt], alpha[rt]);
             }
         }
     }
@@ -344,9 +318,7 @@ struct TileCompute : TileLoad<HD, M, WARPGROUP> {
         for (int32_t x = 0; x < positions; ++x) {
             const int32_t logical = cut_min + x;
             auto step = [&](int group, auto weights) {
-                const int32_t *at = sh.key_position + group * GROUP + pair * 2;
-                const uint32_t low = (at[0] == logical ? 0xffffu : 0u) | (at[1] == logical ? 0xffff0000u : 0u);
-                const uint32_t high = (at[8] == logical ? 0xffffu : 0u) | (at[9] == logical ? 0xffff0000u : 0u);
+                const PositionMask mask(sh.key_position + group * GROUP + pair * 2, logical);
                 uint32_t b[COLUMN_TILES][2];
                 value_fragments(v_at, group, b);
 #pragma unroll
@@ -357,10 +329,7 @@ struct TileCompute : TileLoad<HD, M, WARPGROUP> {
                     }
                     uint32_t a[4];
                     weights(rt, group, a);
-                    a[0] &= low;
-                    a[1] &= low;
-                    a[2] &= high;
-                    a[3] &= high;
+                    mask.keep(a);
 #pragma unroll
                     for (int ct = 0; ct < COLUMN_TILES; ++ct) {
                         T::mma(o[rt][ct], a, b[ct][0], b[ct][1]);
@@ -489,7 +458,7 @@ struct TileCompute : TileLoad<HD, M, WARPGROUP> {
             flush_to_slot(tail);
         }
         __syncthreads();  // every warp has read the state of the splits before
-        if (thread < M) {
+        if (thread < M && sh.last[thread] >= 0) {  // a refused row is not cut, and takes nothing
             sh.folded[thread].join(sh.top[thread], sh.row_sum[thread], c);
         }
         start_split();

@@ -10,6 +10,7 @@
 
 #include "attention_items.cuh"
 #include "attention_ring.cuh"
+#include "attention_softmax.cuh"
 #include "tma.cuh"
 
 #if SPECRS_WARPGROUPS
@@ -135,9 +136,9 @@ __device__ __forceinline__ unsigned long long draft_keys(const AttentionParams &
     const int32_t end = min(r.queries, ((tile + 1) * WIDE_ROWS - 1) / p.group + 1);
     unsigned long long own = 0;
     for (int32_t j = first + lane; j < end; j += 32) {
-        own |= __ldg(reinterpret_cast<const unsigned long long *>(p.mask) + r.first + j);
+        const unsigned long long bits = __ldg(reinterpret_cast<const unsigned long long *>(p.mask) + r.first + j);
+        own |= p.draft_slots < 64 && bits >> p.draft_slots != 0 ? 0 : bits;  // a refused row attends to nothing
     }
-    own &= p.draft_slots < 64 ? (1ull << p.draft_slots) - 1 : ~0ull;
     return static_cast<unsigned long long>(__reduce_or_sync(~0u, static_cast<uint32_t>(own >> 32))) << 32 |
            __reduce_or_sync(~0u, static_cast<uint32_t>(own));
 }
@@ -369,13 +370,7 @@ struct WideSums {
     }
     __device__ __forceinline__ void rescale() {
         if (!__all_sync(~0u, kept)) {  // a factor of 1 changes nothing
-#pragma unroll
-            for (int i = 0; i < HD / 8; ++i) {
-#pragma unroll
-                for (int x = 0; x < 4; ++x) {
-                    o[i][x] = __fmul_rn(o[i][x], alpha[x >> 1]);
-                }
-            }
+            scale_rows(o, alpha);
         }
     }
 };

@@ -88,40 +88,17 @@ __device__ __forceinline__ void pick_scores(float (&s)[16][4], const WideShared 
     }
 }
 
-// Scores in units of the cap, which `c` has as a factor.
-__device__ __forceinline__ void cap_scores(float (&s)[16][4], float factor) {
-    if constexpr (CAPPED) {
-#pragma unroll
-        for (int kt = 0; kt < 16; ++kt) {
-#pragma unroll
-            for (int x = 0; x < 4; ++x) {
-                s[kt][x] = tanh_of(__fmul_rn(s[kt][x], factor));
-            }
-        }
-    }
-}
-
-// Exponentials of the scores in place, and the factors of the sums so far; `unit`: see `Shared`.
+// Exponentials of the scores in place, and the factors of the sums so far; `unit`: see `RowFactors`.
 template <int HD>
 __device__ __forceinline__ void exponentials(float (&s)[16][4], WideSums<HD> &sums, float (&unit)[2], float c) {
     float shift[2];
     sums.kept = true;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-        float top = none();
-#pragma unroll
-        for (int kt = 0; kt < 16; ++kt) {
-            top = fmaxf(top, fmaxf(s[kt][e * 2], s[kt][e * 2 + 1]));
-        }
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-        const float both = fmaxf(sums.m[e], top);
-        const float finite = both == none() ? 0.0f : both;
-        shift[e] = __fmul_rn(finite, c);
-        sums.alpha[e] = exp2_approx(__fmul_rn(__fsub_rn(sums.m[e], finite), c));
-        const int largest = __float_as_int(exp2_approx(__fmaf_rn(top, c, -shift[e])));
-        unit[e] = __int_as_float(top == none() ? 0x00800000 : (largest & 0x7f800000) + 0x00800000);
-        sums.m[e] = both;
+        const RowFactors f = RowFactors::next(sums.m[e], row_max(s, e), c);
+        shift[e] = f.shift;
+        unit[e] = f.unit;
+        sums.alpha[e] = f.alpha;
         sums.kept = sums.kept && sums.alpha[e] == 1.0f;
     }
 #pragma unroll
@@ -143,22 +120,18 @@ __device__ __forceinline__ void add_row_sums(const float (&s)[16][4], WideSums<H
     for (int kt = 0; kt < 16; ++kt) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            const uint32_t weights = T::pack(s[kt][e * 2], s[kt][e * 2 + 1]);
-            sum[e] += __float_as_uint(__fadd_rn(T::low(weights), unit[e]));
-            sum[e] += __float_as_uint(__fadd_rn(T::high(weights), unit[e]));
+            sum[e] += counts_of<T>(T::pack(s[kt][e * 2], s[kt][e * 2 + 1]), unit[e]);
         }
     }
     uint32_t never = 0;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-        uint32_t part = sum[e] - 32u * __float_as_uint(unit[e]);  // modulo 2^32, in any order
-        part += __shfl_xor_sync(~0u, part, 1);
-        part += __shfl_xor_sync(~0u, part, 2);
+        const uint32_t part = quad_sum(sum[e] - 32u * __float_as_uint(unit[e]));  // modulo 2^32, in any order
         sums.l[e] = __fmaf_rn(sums.l[e], sums.alpha[e], row_sum_of(part, unit[e]));
         never |= part;
     }
-    if (never == 0x80000001u) {
-        asm volatile("trap;\n");  // counts are below 2^30: it holds the wait for products back behind the exponentials
+    if (never == 0x80000001u) {  // not by numbers, whose counts are below 2^30
+        asm volatile("nanosleep.u32 0;\n");  // holds the wait for products back behind the exponentials
     }
 }
 
@@ -277,29 +250,41 @@ __device__ __forceinline__ void tail_block(const AttentionParams &p, const WideS
     const int32_t cut_min = sh.cut_min;
     const int32_t positions = sh.tail_last < cut_min ? 0 : min(sh.tail_last - cut_min + 1, BLOCK);
     const uint64_t v_base = matrix_descriptor(uniform(ring_at + v_stage * ENTRY), WIDE_PANEL);
-#pragma unroll 1
-    for (int32_t x = 0; x < positions; ++x) {
-        const int32_t logical = cut_min + x;
-        if (logical < sh.half_first[at.half] || logical > sh.half_last[at.half]) {
-            continue;  // all weights are 0
+    // A step is a position and a group of keys that has it. The next one's weights come while one is multiplied.
+    int32_t x = -1;
+    uint32_t left = 0;  // groups of position x that are to come
+    int g = 0;
+    auto next = [&](uint32_t (&a)[4]) {
+        while (left == 0) {
+            if (++x >= positions) {
+                return false;
+            }
+            const int32_t logical = cut_min + x;
+            if (logical >= sh.half_first[at.half] && logical <= sh.half_last[at.half]) {  // else all weights are 0
+                left = uniform(sh.groups_at[x]);
+            }
         }
+        g = __ffs(static_cast<int>(left)) - 1;
+        left &= left - 1;
+        const int piece = g * 2 + (at.lane >> 4);
+        load_matrices(a, p_at + (piece >> 3) * WIDE_PANEL + swizzled<64>(at.lane & 15, piece & 7));
+        PositionMask(sh.key_position + g * GROUP + at.pair * 2, cut_min + x).keep(a);
+        return true;
+    };
+    uint32_t a[4];
+    uint32_t ahead[4];
+    bool more = next(a);
 #pragma unroll 1
-        for (uint32_t left = uniform(sh.groups_at[x]); left != 0; left &= left - 1) {
-            const int g = __ffs(static_cast<int>(left)) - 1;
-            const int32_t *keys = sh.key_position + g * GROUP + at.pair * 2;
-            const uint32_t low = (keys[0] == logical ? 0xffffu : 0u) | (keys[1] == logical ? 0xffff0000u : 0u);
-            const uint32_t high = (keys[8] == logical ? 0xffffu : 0u) | (keys[9] == logical ? 0xffff0000u : 0u);
-            const int piece = g * 2 + (at.lane >> 4);
-            uint32_t a[4];
-            load_matrices(a, p_at + (piece >> 3) * WIDE_PANEL + swizzled<64>(at.lane & 15, piece & 7));
-            a[0] &= low;
-            a[1] &= low;
-            a[2] &= high;
-            a[3] &= high;
-            warpgroup_arrive();
-            Warpgroup<T, HD, 1>::mma(sums.o, a, v_base + (g * (GROUP * 128) >> 4));
-            warpgroup_commit();
-            warpgroup_wait<0>();
+    while (more) {
+        warpgroup_arrive();
+        Warpgroup<T, HD, 1>::mma(sums.o, a, v_base + (g * (GROUP * 128) >> 4));
+        warpgroup_commit();
+        more = next(ahead);
+        warpgroup_wait<0>();
+#pragma unroll
+        for (int y = 0; y < 4; ++y) {
+            a[y] = ahead[y];
+            asm volatile("" : "+r"(a[y])::"memory");
         }
     }
     pin(sums.o);

@@ -86,6 +86,7 @@ small="ties or bad or limits or dead or outside or remap or recorded or skipped 
 cases() {
     case $1 in
     test_gpu_attention) echo "small or skipped or empty or refused or pages_and_their_order or rounded" ;;
+    test_gpu_attention_hostile) echo "skipped or zeros or refused or numbers or any_number" ;;
     test_gpu_attention_pages) echo "skipped or refused or draft_steps or values" ;;
     test_gpu_plan)
         echo "recorded or no_tree_has or do_not_fit or clamped or none_of_the_pool or whole_lanes or tail_copies[3]" \

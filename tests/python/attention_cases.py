@@ -225,6 +225,14 @@ class Launch:
         return parts
 
 
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bits; torch.equal would take -0 for 0 and no NaN for another."""
+    assert a.dtype == b.dtype
+    assert not a.isnan().any(), "NaN of a slot that nobody may read"
+    word = torch.int32 if a.dtype == torch.float32 else torch.int16
+    return torch.equal(a.contiguous().view(word), b.contiguous().view(word))
+
+
 def folds(workspace: torch.Tensor) -> bool:
     """Return whether the last launch with this workspace folded its splits on the way: the first word of its
     schedule."""
@@ -299,6 +307,22 @@ def spine_tree(rng: random.Random, v: int, spine: int) -> Tree:
         parents.append(p)
         run.append(run[p] + 1)
     return Tree(parents[:v])
+
+
+def two_requests(
+    kind: str = "tree", group: int = 4, lengths: tuple[int, ...] = (200, 70)
+) -> tuple[Launch, torch.Tensor]:
+    """Two requests (or more) of 5 queries behind so many keys, and their outputs."""
+    shape = Shape(2, group, 64, torch.bfloat16, 16)
+    rng = random.Random(1)
+    cache = Cache(shape, 60, rng)
+    requests = []
+    for i, n in enumerate(lengths):
+        stored = tokens(shape, n, i).then(tokens(shape, 5, 10 + i))
+        words = Tree([-1, 0, 0, 1, 3]).words() if kind == "tree" else None
+        requests.append(Request(cache.store(stored), n, stored.q[n:], words))
+    launch = Launch(cache, requests).prepare()
+    return launch, launch.run().clone()
 
 
 def reference(shape: Shape, q: torch.Tensor, keys: Tokens, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -137,7 +137,7 @@ impl Attention {
     ///
     /// A page id, length, first page, query start, table row or mask outside its bounds is recorded for
     /// [`Device::check`](crate::device::Device::check): of a page the keys count as zeros, of the others the request's (a
-    /// mask: the query's) output is 0.
+    /// mask: the query's) output is 0. The batch ends in front of the first request whose query starts decrease.
     pub fn launch(&self, stream: Stream, call: &AttentionCall) -> Result<()> {
         let context = &self.context;
         let (cache, batch) = (&call.cache, &call.batch);

@@ -33,8 +33,10 @@ from attention_cases import (
     folds,
     random_tree,
     reference,
+    same,
     spine_tree,
     tokens,
+    two_requests,
 )
 
 LENGTHS = [*range(18), 31, 32, 33, 63, 64, 65, *range(120, 130), 250, 255, 257, *range(1016, 1027), 2047, 3071, 4000]
@@ -43,14 +45,6 @@ HEADS = [(128, None), (128, None), (64, None), (96, None), (256, None), (256, 20
 KINDS = ["normal", "peaked", "equal", "huge", "sink", "zeros", "tiny"]
 
 pytestmark = pytest.mark.usefixtures("no_fault_is_left")
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bits; torch.equal would take -0 for 0 and no NaN for another."""
-    assert a.dtype == b.dtype
-    assert not a.isnan().any(), "NaN of a slot that nobody may read"
-    word = torch.int32 if a.dtype == torch.float32 else torch.int16
-    return torch.equal(a.contiguous().view(word), b.contiguous().view(word))
 
 
 def any_shape(rng: random.Random, i: int) -> Shape:
@@ -529,144 +523,6 @@ def test_empty_batches():
     assert torch.equal(out[0], torch.zeros_like(out[0]))
     assert not torch.equal(out[1], torch.zeros_like(out[1]))
     assert torch.equal(out[2], torch.zeros_like(out[2]))
-
-
-# Five queries of so many heads take a tile of 32 rows, or, where there are some, of 128.
-heights = pytest.mark.parametrize("group", [4, 16])
-
-
-def two_requests(kind="tree", group=4):
-    """Two requests of 5 queries behind 200 and 70 keys, and their outputs."""
-    shape = Shape(2, group, 64, torch.bfloat16, 16)
-    rng = random.Random(1)
-    cache = Cache(shape, 60, rng)
-    requests = []
-    for i, n in enumerate((200, 70)):
-        stored = tokens(shape, n, i).then(tokens(shape, 5, 10 + i))
-        words = Tree([-1, 0, 0, 1, 3]).words() if kind == "tree" else None
-        requests.append(Request(cache.store(stored), n, stored.q[n:], words))
-    launch = Launch(cache, requests).prepare()
-    return launch, launch.run().clone()
-
-
-def fault(launch):
-    """The record after a launch, and the output."""
-    out = launch.arrays["out"]
-    out.fill_(float("nan"))
-    launch.run()
-    torch.cuda.synchronize()
-    with pytest.raises(specrs.OutOfBoundsError) as e:
-        device.check()
-    device.check()  # reported once
-    v = e.value
-    return (v.kernel, v.buffer, v.request, v.step, v.index, v.bound), out
-
-
-@heights
-@pytest.mark.parametrize("bad", [60, 61, -1, 2**31 - 1, -(2**31)])
-def test_a_page_outside_the_cache_is_skipped_and_recorded(bad, group):
-    launch, before = two_requests(group=group)
-    row = int(launch.arrays["rows"][0])
-    launch.arrays["table"][row, 3] = bad
-    record, out = fault(launch)
-    assert record == ("attention", "cache (page)", 0, 3, bad, 60)
-    assert same(out[5:10], before[5:10])
-    assert not out.isnan().any()
-
-
-@heights
-@pytest.mark.parametrize(("bad", "index"), [(-1, -1), (-(2**31), -(2**31)), (235, 239), (2**31 - 1, 2**31 - 1 + 4)])
-def test_a_length_outside_the_table_is_skipped_and_recorded(bad, index, group):
-    launch, before = two_requests(group=group)
-    capacity = launch.arrays["table"].shape[1] * 16
-    launch.arrays["lens"][0] = bad if bad != 235 else capacity - 4
-    record, out = fault(launch)
-    assert record == ("attention", "page table row (tokens)", 0, -1, index if bad != 235 else capacity, capacity)
-    assert same(out[5:10], before[5:10])
-    assert torch.equal(out[:5], torch.zeros_like(out[:5]))
-
-
-@pytest.mark.parametrize("bad", [2**31 - 2, 2**31 - 1025])
-def test_a_length_that_int32_does_not_round_up_is_skipped_and_recorded(bad):
-    """A row of 2^31 tokens: the kernel counts whole splits, so it takes no length within one of the end."""
-    shape = Shape(1, 2, 64, torch.bfloat16, 1024)
-    cache, stored = Cache(shape, 4, random.Random(1)), tokens(shape, 30, 1)
-    launch = Launch(cache, [Request(cache.store(stored), 29, stored.q[29:])]).prepare()
-    before, row = launch.run().clone(), int(launch.arrays["rows"][0])
-    table = torch.full((row + 1, 2**21), 2**30 + 7, dtype=torch.int32, device=CUDA)
-    table[row, :1] = launch.arrays["table"][row, :1]
-    launch.arrays["table"] = table
-    launch.arrays["workspace"] = launch.least_workspace()
-    assert same(launch.run(), before)
-    launch.arrays["lens"][0] = bad
-    record, out = fault(launch)
-    assert record == ("attention", "page table row (tokens)", 0, -1, bad, 2**31 - 1025)
-    assert torch.equal(out, torch.zeros_like(out))
-
-
-@heights
-@pytest.mark.parametrize("bad", [4, -1, 2**31 - 1])
-def test_a_table_row_outside_the_table_is_skipped_and_recorded(bad, group):
-    launch, before = two_requests(group=group)
-    launch.arrays["rows"][1] = bad
-    record, out = fault(launch)
-    assert record == ("attention", "page table rows", 1, -1, bad, 4)
-    assert same(out[:5], before[:5])
-    assert torch.equal(out[5:10], torch.zeros_like(out[5:10]))
-
-
-@heights
-@pytest.mark.parametrize(
-    ("starts", "buffer", "index"),
-    [
-        ([0, 5, 14], "queries", 13),
-        ([0, 5, 2**31 - 1], "queries", 2**31 - 2),
-        ([0, 5, 2], "queries (starts decrease)", 2),
-    ],
-)
-def test_query_starts_outside_the_batch_are_skipped_and_recorded(starts, buffer, index, group):
-    launch, before = two_requests(group=group)
-    launch.arrays["starts"].copy_(torch.tensor(starts, dtype=torch.int32))
-    record, out = fault(launch)
-    assert record == ("attention", buffer, 1, -1, index, 13)
-    assert same(out[:5], before[:5])
-
-
-def test_more_queries_than_the_launch_was_made_for_are_skipped_and_recorded():
-    launch, before = two_requests("causal")
-    launch.arrays["starts"].copy_(torch.tensor([0, 5, 11], dtype=torch.int32))
-    record, out = fault(launch)
-    assert record == ("attention", "queries of one request", 1, -1, 5, 5)
-    assert same(out[:5], before[:5])
-    assert torch.equal(out[5:11], torch.zeros_like(out[5:11]))
-
-
-@heights
-def test_mask_bits_of_no_key_are_skipped_and_recorded(group):
-    launch, before = two_requests(group=group)
-    launch.arrays["mask"][7] = 0b100101  # a leaf: the keys of its descendants would lose their place
-    record, out = fault(launch)
-    assert record == ("attention", "mask (bit of no key)", 1, 2, 5, 5)
-    keep = [0, 1, 2, 3, 4, 5, 6, 8, 9]
-    assert same(out[keep], before[keep])
-    assert torch.equal(out[7], torch.zeros_like(out[7]))
-
-
-def test_a_branch_longer_than_the_tail_is_skipped_and_recorded():
-    """Nine nodes off the spine: their keys cannot all be taken one by one, and no bits may be promised."""
-    shape = Shape(1, 4, 64, torch.bfloat16, 16)
-    cache = Cache(shape, 20, random.Random(1))
-    stored = tokens(shape, 100, 1).then(tokens(shape, 12, 2))
-    good = Tree([-1, 0, 0, *range(2, 9), 0])  # node 9 is the eighth off the spine
-    bad = Tree([-1, 0, 0, *range(2, 10)])  # node 10 the ninth
-    pages = cache.store(stored)
-    attend(cache, [Request(pages, 100, stored.q[100:111], good.words())])
-    torch.cuda.synchronize()
-    device.check()
-    launch = Launch(cache, [Request(pages, 100, stored.q[100:111], bad.words())]).prepare()
-    record, out = fault(launch)
-    assert record == ("attention", "mask (nodes off the spine)", 0, 10, 9, 9)
-    assert torch.equal(out[10], torch.zeros_like(out[10]))
 
 
 def test_operands_that_do_not_fit_are_refused_before_the_launch():
