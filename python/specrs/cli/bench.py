@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specrs._specrs import ConfigError, __version__
+from specrs._specrs import ConfigError, SpecrsError, __version__
 from specrs.cli import options
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
     p.add_argument("--batch", metavar="N[,N]", help="requests at once (default: 1,8; on a CPU 1,4)")
     p.add_argument("--context", metavar="N[,N]", help="tokens of each prompt (default: 1024,8192; on a CPU 256,1024)")
     p.add_argument("--tree", metavar="K,S,V",
-                   help="tree of the rounds with drafts (default: by batch, 8,6,64 for one request; on a CPU 1,4,5)")  # fmt: skip
+                   help="tree of rounds with drafts (default: by batch, 8,6,64 for one; on a CPU 1,4,5)")  # fmt: skip
     p.add_argument("--rounds", type=int, metavar="N",
                    help="rounds that count, of each kind (default: 24; on a CPU 12)")  # fmt: skip
     p.add_argument("--kernels", action="store_true", help="also GPU time of a round by kernel")
@@ -130,7 +130,10 @@ def _measured(subject: Subject, args: argparse.Namespace) -> Report:
             report.rows.append(cases.measured(subject, case, report.bytes_per_second))
         if answers:
             tell("answers")
-            report.answers = cases.answered(subject)
+            try:
+                report.answers = cases.answered(subject)
+            except SpecrsError as error:  # what was timed before stays
+                report.answers_error = kernels.reason(error)
         if args.kernels:
             kernels.attach()
             for case in todo:

@@ -28,6 +28,7 @@ class Report:
         rows: plain rounds and rounds with trees.
         answers: whole answers; ``None`` where weights are random, or the model has no tokenizer.
         kernels: GPU time by kernel for each case; empty where it was not asked for.
+        answers_error: the reason why answers that were asked for could not be given.
     """
 
     machine: dict[str, Any]
@@ -36,6 +37,7 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     answers: Answers | None = None
     kernels: list[dict[str, Any]] = field(default_factory=list)
+    answers_error: str | None = None
 
     @property
     def identical(self) -> bool:
@@ -50,7 +52,7 @@ class Report:
             **self.machine, "model": self.model, "bytes_per_second": round(self.bytes_per_second),
             "cases": [row.record() for row in self.rows],
             "answers": None if self.answers is None else self.answers.record(),
-            "kernels": self.kernels,
+            "answers_error": self.answers_error, "kernels": self.kernels,
         }  # fmt: skip
 
     def text(self) -> str:
@@ -73,6 +75,8 @@ class Report:
             lines.append("Memory held one engine at a time: plain and tree rounds of some rows did not run in turns.")
         if self.answers is not None:
             lines += ["", _answers(self.answers)]
+        elif self.answers_error is not None:
+            lines += ["", f"answers: {self.answers_error}"]
         if self.kernels:
             lines += ["", "GPU time of a round by kernel, microseconds", *_kernels(self.kernels)]
         lines += ["", f"tokens {'identical' if self.identical else 'DIFFERENT'} with drafts and without"]
