@@ -18,7 +18,7 @@ from specrs.measuring.rounds import rounds, under_way
 PROFILED = 3  # rounds
 # A round's kernels by the start of their names, or what is in them; the first that fits counts.
 MODEL = {
-    "products": r"nvjet|gemm|gemv|cublas|cutlass|splitK|xmma|^dot_kernel|^reduce_1Block",
+    "products": r"nvjet|gemm|gemv|cublas|cutlass|splitK|xmma|^dot_kernel|^reduce_1Block|^linear_",
     "attention": r"^attention_",
     "rope_kv": r"^rope_kv_",
     "row operations": r"^(add_)?rms_norm|^(silu|gelu)_up",

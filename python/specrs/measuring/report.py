@@ -10,11 +10,12 @@ from specrs.drawing.terminal import aligned
 from specrs.measuring.cases import Answers, Row
 
 _HEAD = ("batch", "context", "plain ms", "floor ms", "of floor", "tokens/s", "tree K,S,V", "tree ms", "floor ms",
-         "of floor", "pays from", "weights MB", "KV MB/request", "other MB")  # fmt: skip
+         "of floor", "pays from")  # fmt: skip
 _ABOUT = (
     "ms: a steady round, median. floor: reading weights and KV at the bandwidth above. pays from: tokens a round from\n"
-    "which drafting with this tree is faster than plain decoding. other: activations and scratch, at most."
+    "which drafting with this tree is faster than plain decoding."
 )
+_MEMORY = ("batch", "context", "weights MB", "KV MB a request", "other MB")
 
 
 @dataclass
@@ -70,6 +71,8 @@ class Report:
             *aligned([_HEAD, *map(_cells, self.rows)], ">" * len(_HEAD)),
             *(f"batch {r.case.batch}, context {r.case.context}: {r.error}" for r in self.rows if r.error),
             _ABOUT,
+            "",
+            *aligned([_MEMORY, *map(_memory, self.rows)], ">" * len(_MEMORY)),
         ]
         if any(row.error is None and not row.in_turns for row in self.rows):
             lines.append("Memory held one engine at a time: plain and tree rounds of some rows did not run in turns.")
@@ -85,7 +88,6 @@ class Report:
 
 def _cells(row: Row) -> tuple[str, ...]:
     plain, tree, ratio, speed = row.plain, row.tree, row.pays_from, row.tokens_per_second
-    memory = (row.memory.get(name) for name in ("weights", "kv_per_request", "other"))
     return (
         str(row.case.batch),
         str(row.case.context),
@@ -94,8 +96,13 @@ def _cells(row: Row) -> tuple[str, ...]:
         "-" if row.case.tree is None else ",".join(map(str, row.case.tree)),
         *(("-",) * 3 if tree is None else (f"{tree.ms:.3f}", f"{tree.floor_ms:.3f}", f"{tree.of_floor:.0%}")),
         "-" if ratio is None else f"{ratio:.2f}",
-        *("-" if size is None else f"{size / 1e6:.0f}" for size in memory),
     )
+
+
+def _memory(row: Row) -> tuple[str, ...]:
+    sizes = (row.memory.get(name) for name in ("weights", "kv_per_request", "other"))
+    cells = ("-" if size is None else f"{size / 1e6:.0f}" for size in sizes)
+    return (str(row.case.batch), str(row.case.context), *cells)
 
 
 def _answers(a: Answers) -> str:
@@ -122,6 +129,7 @@ def _kernels(found: Sequence[dict[str, Any]]) -> list[str]:
     rows = [("class", *(name for name, _ in columns))]
     rows += [(c, *(f"{told['classes'][c]['us']:.1f}" for _, told in columns)) for c in names]
     rows.append(("other kernels", *(f"{sum(told['unknown_us'].values()):.1f}" for _, told in columns)))
-    rows.append(("in all", *(f"{told['sum_us']:.1f}" for _, told in columns)))
+    rows.append(("sum", *(f"{told['sum_us']:.1f}" for _, told in columns)))
+    rows.append(("device busy", *(f"{told['busy_us']:.1f}" for _, told in columns)))
     rows.append(("launches", *(f"{told['launches']:.0f}" for _, told in columns)))
     return [*aligned(rows, "<" + ">" * len(columns)), *missed]
