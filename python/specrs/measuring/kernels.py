@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,11 @@ def attach() -> None:
 
 def traced(run: Callable[[], object]) -> list[tuple[str, float, float]]:
     """Return the GPU's work meanwhile: name, start and microseconds of every kernel and copy, in order."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # events of earlier cycles are gone: there is one cycle
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run()
+            torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
