@@ -106,14 +106,9 @@ def versions(*more: str) -> dict[str, str]:
 def commit() -> str:
     """The commit that is checked out, with ``+`` where tracked files differ from it; ``SPECRS_COMMIT`` where it is set,
     for a copy without git."""
-    if given := os.environ.get("SPECRS_COMMIT"):
-        return given
+    from specrs.measuring.machine import commit_of
 
-    def git(*args: str) -> str:
-        return subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, check=False).stdout
-
-    head = git("rev-parse", "--short=12", "HEAD").strip() or "unknown"
-    return head + ("+" if git("status", "--porcelain", "--untracked-files=no").strip() else "")
+    return commit_of(ROOT)
 
 
 def write_result(name: str, result: Mapping[str, Any]) -> Path:

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import driver
 
 from specrs import LLM, SamplingParams
 from specrs.engine.devices.graphs import Bucket
 from specrs.engine.devices.launches import Variant
+from specrs.measuring.machine import driver
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import commit, versions

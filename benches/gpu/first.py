@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import driver
 
 from specrs import LLM, SamplingParams, assets
 from specrs.engine.drafting.chooser import Kind
+from specrs.measuring.machine import driver
 from specrs.models.acceptance import read_acceptance
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -24,11 +24,12 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from timing import driver, stream, times
+from timing import stream, times
 
 from common import commit, versions
 from specrs import _specrs as core
 from specrs import device
+from specrs.measuring.machine import driver
 from specrs.operands import PlanArrays
 
 SHAPE = core.TreeShape(8, 6, 64)

@@ -37,10 +37,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import driver
 
 import engine
 from specrs import LLM, SamplingParams, assets, device
+from specrs.measuring.machine import driver
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import commit, versions

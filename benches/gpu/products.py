@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import driver
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import commit, versions
 from specrs import _specrs as core
 from specrs import device
+from specrs.measuring.machine import driver
 
 # outputs, inputs, float32 output
 SHAPES = {

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import driver
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import commit, versions
@@ -31,6 +30,9 @@ MODELS = ("8b", "packaged")
 
 def measure(model: str) -> None:
     """Print a line of JSON for each case of a model."""
+    import specrs
+
+    specrs.__path__.append(str(Path(__file__).parents[2] / "python/specrs"))  # an earlier build lacks `measuring`
     import engine  # of the build's package
     from specrs import LLM
 
@@ -90,6 +92,8 @@ def main() -> None:
                         cases.setdefault(row["case"], {}).setdefault(name, []).append(row["period_ms"])
                         tokens.setdefault(row["case"].rsplit(" ", 1)[0], set()).add(row["tokens"])
                         print(name, row, flush=True)
+    from specrs.measuring.machine import driver
+
     result = {
         "commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()), "device": torch.cuda.get_device_name(),
         "driver": driver(), "versions": versions(), "same_tokens": all(len(t) == 1 for t in tokens.values()),

@@ -3,10 +3,8 @@ run."""
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -15,13 +13,6 @@ def stream() -> int:
     """torch's current stream, as specrs's launches take it."""
     handle: int = torch.cuda.current_stream().cuda_stream
     return handle
-
-
-def driver() -> str:
-    """The GPU driver's version, such as ``580.65.06``; where the system does not say, the CUDA version that it has."""
-    told = Path("/proc/driver/nvidia/version")
-    found = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", told.read_text()) if told.exists() else None
-    return found[0] if found else f"CUDA {torch._C._cuda_getDriverVersion()}"
 
 
 def graph_of(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:

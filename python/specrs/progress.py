@@ -1,4 +1,4 @@
-"""Progress bars on stderr: of many prompts, of weights that load.
+"""Progress bars on stderr: of many prompts, of weights that load, of measurements.
 
 ``progress=None`` shows them where stderr is a terminal and the work is long; ``True`` always, ``False`` never. tqdm
 draws them, and is imported with the first.
@@ -79,3 +79,25 @@ def requests(total: int, progress: bool | None) -> Iterator[Callable[[int, int],
                 bar.update(ended)
 
         yield tell
+
+
+@contextmanager
+def measurements(total: int, progress: bool | None) -> Iterator[Callable[[str], None]]:
+    """Show how many of ``total`` measurements are over; tell it the name of each as it begins."""
+    if not wanted(progress):
+        yield lambda name: None
+        return
+    from tqdm import tqdm
+
+    begun = 0
+    with tqdm(total=total, desc="measuring", unit="case", file=sys.stderr) as bar:
+
+        def tell(name: str) -> None:
+            nonlocal begun
+            bar.set_postfix_str(name, refresh=False)
+            bar.update(begun - bar.n)
+            bar.refresh()
+            begun += 1
+
+        yield tell
+        bar.update(total - bar.n)

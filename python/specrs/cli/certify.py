@@ -16,6 +16,7 @@ from typing import Any
 from specrs._specrs import certify, faults
 from specrs.backends import FORMATS
 from specrs.cli import options
+from specrs.drawing.terminal import aligned
 
 #: Phases whose bytes stand side by side; a prefill's arrays are as long as its chunk.
 PHASES = ("draft", "verify", "draft_extend", "decode")
@@ -136,10 +137,7 @@ def _side_by_side(result: dict[str, Any], steps: int, max_context: int) -> None:
 
 
 def _table(rows: Sequence[tuple[str, ...]], align: str) -> None:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(align))]
-    for row in rows:
-        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True))
-        print("  ".join(cells).rstrip())
+    print("\n".join(aligned(rows, align)))
 
 
 def human(size: int) -> str:

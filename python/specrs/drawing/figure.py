@@ -121,6 +121,34 @@ def save_tree(tree: TreePicture, title: str, path: Path) -> None:
     _save(figure, axes, f"{title}: accepted {len(tree.accepted) - 1} draft token(s), then drew {tree.bonus!r}", path)
 
 
+def save_rounds(cases: Sequence[tuple[str, Sequence[tuple[float, float] | None]]], title: str, path: Path) -> None:
+    """Write milliseconds of plain rounds and of rounds with trees as bars, a line in each where its floor is.
+
+    Args:
+        cases: name of each case; milliseconds and floor of both kinds of rounds, ``None`` where one was not measured.
+    """
+    figure, axes = _axes(1.4 * len(cases) + 2, 3.6)
+    for kind, (name, color, left) in enumerate((("plain round", "#9ecae1", -0.4), ("with a tree", "#a1d99b", 0.0))):
+        label: str | None = name
+        for x, (_, rounds) in enumerate(cases):
+            if (found := rounds[kind]) is None:
+                continue
+            ms, floor = found
+            axes.bar(x + left, ms, 0.38, align="edge", color=color, edgecolor="#888888", label=label)
+            axes.plot([x + left, x + left + 0.38], [floor, floor], color="#cb181d", linewidth=2)
+            axes.text(x + left + 0.19, ms, f"{ms:.3g}", ha="center", va="bottom", size=7)
+            label = None
+    axes.plot([], [], color="#cb181d", linewidth=2, label="floor: weights and KV are read")
+    axes.set_xticks(range(len(cases)), [name for name, _ in cases], size=8)
+    axes.set_xlabel("requests x context", size=8)
+    axes.set_ylabel("milliseconds of a round", size=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(y=0.15)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.16), ncols=3)
+    axes.set_title(title, fontsize=9, parse_math=False)
+    _write(figure, path)
+
+
 def _short(text: str) -> str:
     return text if len(text) <= _MAX_LABEL else f"{text[: _MAX_LABEL - 2]}\u2026{text[-1]}"
 
@@ -157,6 +185,10 @@ def _axes(width: float, height: float) -> tuple[Figure, Axes]:
 def _save(figure: Figure, axes: Axes, title: str, path: Path) -> None:
     axes.set_title(title, fontsize=9, parse_math=False)
     axes.axis("off")
+    _write(figure, path)
+
+
+def _write(figure: Figure, path: Path) -> None:
     if path.suffix.lower() != ".svg":
         figure.savefig(path, bbox_inches="tight")
         return

@@ -15,6 +15,20 @@ def paint(text: str, code: str, color: bool) -> str:
     return f"\x1b[{code}m{text}\x1b[0m" if color and text.strip() else text
 
 
+def aligned(rows: Sequence[tuple[str, ...]], align: str) -> list[str]:
+    """Lines of a table.
+
+    Args:
+        rows: cells, as many in each row as ``align`` has characters.
+        align: ``<`` or ``>`` for each column.
+    """
+    widths = [max(len(row[i]) for row in rows) for i in range(len(align))]
+    return [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
 def draw_row(cells: Sequence[Cell], page_size: int, color: bool, width: int = 100) -> str:
     """Draw pages as boxes of slots, as many on a line as ``width`` columns hold, and at least one; runs of pages that
     hold nothing but prefix are folded."""
