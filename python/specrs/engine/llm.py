@@ -205,18 +205,19 @@ class LLM(Conversing):
         """
         if self._parts is None:
             return
-        if not self._lock.acquire(blocking=False):
-            raise EngineBusyError
-        try:
-            # Rounds in flight end first. Their errors concern nobody any more.
-            with suppress(Exception), self._runner.executor.entered():
-                self._runner.close()
-        finally:
-            self._parts, self.tokenizer = None, None
-            self._inboxes.clear()
-            self._unclaimed.clear()
-            self._left.clear()
-            self._lock.release()
+        with Uninterrupted():
+            if not self._lock.acquire(blocking=False):
+                raise EngineBusyError
+            try:
+                # Rounds in flight end first. Their errors concern nobody any more.
+                with suppress(Exception), self._runner.executor.entered():
+                    self._runner.close()
+            finally:
+                self._parts, self.tokenizer = None, None
+                self._inboxes.clear()
+                self._unclaimed.clear()
+                self._left.clear()
+                self._lock.release()
 
     def __enter__(self) -> LLM:
         return self
@@ -247,21 +248,18 @@ class LLM(Conversing):
             raise EngineBusyError
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Work on the engine alone; refused at once while another call works."""
-        taken = False
-        try:
-            with Uninterrupted():  # else the lock could be taken, and nobody know
-                taken = self._lock.acquire(blocking=False)
-            if not taken:
+    def _turn(self) -> Iterator[Uninterrupted]:
+        """Work on the engine alone; refused at once while another call works. Ctrl-C waits for the end."""
+        with Uninterrupted() as held:
+            if not self._lock.acquire(blocking=False):
                 raise EngineBusyError
-            if self._parts is None:
-                raise EngineClosedError
-            with self._parts[0].executor.entered():
-                self._drop_left()
-                yield
-        finally:
-            if taken:
+            try:
+                if self._parts is None:
+                    raise EngineClosedError
+                with self._parts[0].executor.entered():
+                    self._drop_left()
+                    yield held
+            finally:
                 self._lock.release()
 
     def _drop_left(self) -> None:
@@ -310,10 +308,10 @@ class LLM(Conversing):
         if on_error not in ("raise", "return"):
             raise ConfigError(f"on_error = {on_error!r}: must be 'raise' or 'return'")
         bars.wanted(progress)
-        with self._turn():
+        with self._turn() as held:
             requests = self._requests(prompts, params)
             ended = {}
-            with closing(self._drain(requests, nullcontext)) as events, bars.requests(len(requests), progress) as tell:
+            with closing(self._drain(requests, held)) as events, bars.requests(len(requests), progress) as tell:
                 for event in events:
                     if event.output is not None:
                         ended[event.request_id, event.index] = event.output
@@ -344,7 +342,7 @@ class LLM(Conversing):
         """
         with self._turn():
             requests = self._requests(prompts, params)
-        return self._drain(requests, self._turn)
+        return self._drain(requests)
 
     def _requests(
         self,
@@ -366,15 +364,17 @@ class LLM(Conversing):
         each = enumerate(zip(prompts, checked, strict=True))
         return [r for i, (p, c) in each for r in self._request(p, c, f"prompts[{i}]")]
 
-    def _drain(
-        self, requests: list[Request], turn: Callable[[], AbstractContextManager[None]]
-    ) -> Generator[StreamEvent]:
+    def _drain(self, requests: list[Request], held: Uninterrupted | None = None) -> Generator[StreamEvent]:
         """Events of ``requests`` until all have ended.
 
-        ``turn`` gets the turn; where the caller has it already, it is `nullcontext`. A generator may be closed
-        anywhere, by the garbage collector in the midst of a step too: what still runs is noted, and aborted at once
-        where the engine is idle, else by whoever uses it next.
+        It takes a turn for each step, unless the caller has one (``held``). A generator may be closed anywhere, by the
+        garbage collector in the midst of a step too: what still runs is noted, and aborted at once where the engine is
+        idle, else by whoever uses it next.
         """
+
+        def turn() -> AbstractContextManager[Uninterrupted]:
+            return self._turn() if held is None else nullcontext(held)
+
         inbox: deque[StreamEvent] = deque()
         live = {(r.asked_id, r.index) for r in requests}
         try:
@@ -384,24 +384,20 @@ class LLM(Conversing):
                     self._scheduler.add(request)
             while live:
                 while not inbox:
-                    with turn():
+                    with turn() as holding:
                         self._step()
+                        holding.check()
                 event = inbox.popleft()
                 if event.output is not None:
                     live.discard((event.request_id, event.index))
                 yield event
         finally:
             self._left.extend(requests)
-            if self._parts is not None:
-                if turn is nullcontext:
-                    self._drop_left()
-                elif self._lock.acquire(blocking=False):
-                    try:
-                        if self._parts is not None:
-                            with self._parts[0].executor.entered():
-                                self._drop_left()
-                    finally:
-                        self._lock.release()
+            if held is not None:
+                self._drop_left()
+            else:
+                with suppress(EngineBusyError, EngineClosedError), self._turn():
+                    pass  # it has dropped what is left
 
     # -- an engine's loop ---------------------------------------------------------------------------------------
 
@@ -433,9 +429,8 @@ class LLM(Conversing):
 
     def _step(self) -> None:
         """Step, and hand each event to the inbox of its stream, or keep it for the next `step`."""
-        with Uninterrupted():
-            for event in self._scheduler.step():
-                self._inboxes.get(event.request_id, self._unclaimed).append(event)
+        for event in self._scheduler.step():
+            self._inboxes.get(event.request_id, self._unclaimed).append(event)
 
     def abort(self, request_id: int) -> StreamEvent | None:
         """End a request early, with the output that it has; ``None`` where it is not live.
@@ -446,10 +441,9 @@ class LLM(Conversing):
         """
         self._check_owner()
         with self._turn():
-            with Uninterrupted():
-                self._unclaimed += self._scheduler.abort(request_id)
             news = [e for e in self._unclaimed if e.request_id == request_id]
             self._unclaimed = [e for e in self._unclaimed if e.request_id != request_id]
+            news += self._scheduler.abort(request_id)
             each = [[e for e in news if e.index == i] for i in sorted({e.index for e in news})]
             events = [event for some in each if (event := StreamEvent.joined(some)) is not None]
             inbox = self._inboxes.get(request_id)

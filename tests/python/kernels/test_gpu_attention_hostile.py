@@ -1,5 +1,6 @@
 """Attention on a GPU over arrays that nobody should give it: what is outside is not read, rows that cannot be served
-are 0, the fault is told, and the other requests keep their bits."""
+are 0, the fault is told, and the other requests keep their bits. Query starts that decrease end the batch: the requests
+behind them are not served."""
 
 import random
 
@@ -180,6 +181,7 @@ THREE = (200, 70, 30)
         ([5, 0, 5, 10], []),
         ([0, 20, 25, 30], []),
         ([18, 2**31 - 1, 2**31 - 1, 5], []),
+        ([0, 12, 10, 15], []),  # the batch ends in front of the second, though the third is sound
     ],
 )
 def test_all_queries_of_wild_starts_that_nobody_has_are_skipped_and_recorded(starts, kept, group):
@@ -236,7 +238,7 @@ class Refused:
         self.launch = Launch(cache, requests).prepare()
 
 
-@heights
+@pytest.mark.parametrize("group", [3, 4, 12, 16])  # tiles of 16, 32, 64 and, where there are some, 128 rows
 @pytest.mark.parametrize("folded", [False, True])
 def test_a_refused_mask_behind_many_blocks_is_skipped_and_recorded(group, folded):
     launch = Refused(group).launch
@@ -248,6 +250,21 @@ def test_a_refused_mask_behind_many_blocks_is_skipped_and_recorded(group, folded
     assert record == ("attention", "mask (bit of no key)", 6, 2, 5, 5)
     before[32] = 0
     assert same(out, before)
+
+
+@heights
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("bad", [2, -1, 2**31 - 1])
+def test_wild_starts_of_a_batch_of_more_items_than_blocks_are_skipped_and_recorded(bad, folded, group):
+    launch = Refused(group).launch
+    workspace = launch.least_workspace() if folded else launch.arrays["workspace"]
+    want = launch.run(workspace=workspace).clone()
+    launch.arrays["starts"][7] = bad
+    record, out = fault(launch, workspace=workspace)
+    assert record[1].startswith("queries"), record
+    assert folds(workspace) == folded
+    want[30:] = 0  # the seventh request and those behind it
+    assert same(out, want)
 
 
 @heights
