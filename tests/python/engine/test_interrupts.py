@@ -25,6 +25,14 @@ PROMPT = [3, 1, 4, 1, 5, 2, 0, 5, 3]
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Python's handler: jobs in the background of a shell ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Press:
     """Presses Ctrl-C before the n-th line of the engine's code that runs.
 
