@@ -9,7 +9,8 @@
 // sample_team.cuh sums over the group, sample_ranks.cuh finds what top-k and top-p keep, sample_draw.cuh draws.
 //
 // A row that cannot be sampled (NaN, +inf, nothing finite) ends its request's walk and is recorded; indices outside their
-// arrays, and samplers that no host makes, are recorded and leave the request out. Other requests go on. Every slot of every output is written.
+// arrays, and samplers that no host makes, are recorded and leave the request out. Other requests go on. Every slot of every
+// output is written.
 //
 // Cost: bytes of the rows on the walks, once from memory; of rows that do not fit their group's shared memory, once more from L2
 // in each pass.

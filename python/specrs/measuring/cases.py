@@ -344,8 +344,7 @@ def memory_of(subject: Subject, case: Case, llm: LLM) -> dict[str, int | None]:
     """Bytes of an engine by use; on a GPU as its budget has them, which is exact for weights and KV."""
     assert llm.config.kv_dtype is not None
     pages = math.ceil(case.context / PAGE)
-    layers = [(subject.sizes, subject.sizes.num_layers)]
-    kv = sum(cache_bytes(c, n, pages, PAGE, llm.config.kv_dtype) for c, n in layers)
+    kv = cache_bytes(subject.sizes, subject.sizes.num_layers, pages, PAGE, llm.config.kv_dtype)
     if subject.head is not None and llm.speculative:
         kv += cache_bytes(subject.head.config, 1, pages, PAGE, llm.config.kv_dtype)
     if llm.budget is None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 REQUEST, OF_ANSWER = 3.0, 0.045  # plain rounds that a request may lose at first, but at most this share of its tokens
 ENGINE = 8.0  # plain rounds that a new engine's requests may lose together, and that the head may take for one prompt
 CAP = 16.0  # most plain rounds in either bucket, so that rounds won long ago are not lost at once
-RATE = 0.0075  # earned by each plain round: 0.95x plain decoding at 64 tokens, 0.98x at 256, later 0.99x
+RATE = 0.0075  # earned by each plain round: by modelled times 0.95x plain decoding at 64 tokens, 0.98x at 256
 
 
 @dataclass(eq=False)
