@@ -6,7 +6,7 @@ import os
 import threading
 
 # Not those of `signal`, which look for an enum's member at each call: 24 us a block instead of 3.
-from _signal import getsignal, signal
+from _signal import getsignal, signal  # type: ignore[import-not-found]
 from signal import SIGINT, default_int_handler
 from types import FrameType
 
