@@ -8,12 +8,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specrs._specrs import DraftCalibration, DraftProposal, choose_drafts
 from specrs.engine.drafting.budget import Account
-from specrs.engine.drafting.chooser import TreePolicy, nodes_of
+from specrs.engine.drafting.chooser import TreePolicy
 from specrs.engine.drafting.costs import Costs, Overheads, PassCost
 
 _ROWS = [1, 8, 64]
-_DEPTH = 8
+_DEPTH, _CLAIM = 8, 0.97
 
 
 @dataclass
@@ -70,11 +71,18 @@ class Decoded:
         return sum(r.rounds for r in self.requests)
 
 
-def policy(step: float = 0.2, growth: float = 0.02) -> TreePolicy:
+@dataclass(eq=False)
+class Engine(TreePolicy):
+    """What an engine knows of drafts: the policy, and the calibration of their probabilities."""
+
+    calibration: DraftCalibration = field(default_factory=lambda: DraftCalibration(1))
+
+
+def policy(step: float = 0.2, growth: float = 0.02) -> Engine:
     """Passes in seconds: the target's of one row takes 1 and ``growth`` for each row, the head's take ``step``; writing
     draft KV takes a little for each row."""
     extend = PassCost(_ROWS, [step * (1.0 + 0.03 * r) for r in _ROWS])
-    return TreePolicy(
+    return Engine(
         Costs(
             target=PassCost(_ROWS, [1.0 + growth * r for r in _ROWS]),
             draft_step=PassCost(_ROWS, [step] * 3),
@@ -86,11 +94,11 @@ def policy(step: float = 0.2, growth: float = 0.02) -> TreePolicy:
     )
 
 
-def decode(p: TreePolicy, requests: Sequence[Simulated], rng: random.Random) -> Decoded:
+def decode(p: Engine, requests: Sequence[Simulated], rng: random.Random) -> Decoded:
     """Decode requests in one batch as the runner does, until the last has ended. The head is sure of itself, whatever
     its chances are. Seconds count for each request of the batch, which all wait."""
     done = Decoded(list(requests))
-    claims = [i * math.log(0.97) for i in range(1, _DEPTH + 1)]
+    claims = [i * math.log(_CLAIM) for i in range(1, _DEPTH + 1)]
     while live := [r for r in requests if r.produced < r.ends]:
         done.note()
         _round(p, live, rng, claims, done)
@@ -98,12 +106,10 @@ def decode(p: TreePolicy, requests: Sequence[Simulated], rng: random.Random) -> 
     return done
 
 
-def _round(
-    p: TreePolicy, live: Sequence[Simulated], rng: random.Random, claims: Sequence[float], done: Decoded
-) -> None:
+def _round(p: Engine, live: Sequence[Simulated], rng: random.Random, claims: Sequence[float], done: Decoded) -> None:
     """One round of a batch."""
     batch, costs, plain, kind = len(live), p.costs, p.costs.plain(len(live)), p.kind(1.0)
-    drafting = [lacks == 0.0 for lacks in p.lacking([_room(p, r, batch) for r in live])]
+    drafting = [_pays(p, r, batch) for r in live]
     for r, drafts in zip(live, drafting, strict=True):
         if drafts and r.lag:
             waited = p.resuming(r.lag, batch)
@@ -116,16 +122,16 @@ def _round(
         limit, levels = p.limit(batch, [r.account.room(batch) for r in some], p.least_round(batch, len(some))), 1
         while levels < _DEPTH and p.deepen(batch, levels, [(kind, claims[levels - 1 : levels]) for _ in some], limit):
             levels += 1
-        drafts_cost = costs.drafting(batch, batch, levels - 1)
-        offers = nodes_of([(score, kind) for _ in some for score in claims[:levels]])
-        least = p.choose(batch, offers, drafts_cost, limit)
-        nodes = [sum(score >= least for score in claims[:levels]) for _ in some]
-        seconds = drafts_cost + costs.target.at(batch + sum(nodes))
+        drafts_cost = costs.drafting(batch, batch, levels)
+        chain = DraftProposal(list(range(-1, levels - 1)), list(range(levels)), [_CLAIM] * levels)
+        cost = costs.target.table, drafts_cost, limit, list[int]()
+        asked = [(0, [chain if drafts else None], levels, None) for drafts in drafting]
+        trees, _, seconds = choose_drafts(asked, p.calibration, _DEPTH, _DEPTH + 1, cost)
+        nodes = [len(tree) - 1 for tree, drafts in zip(trees, drafting, strict=True) if drafts]
     done.took += seconds / plain * batch
     drawn = {
         id(r): next((i for i in range(n) if rng.random() >= r.chance), n) for r, n in zip(some, nodes, strict=True)
     }
-    gain = (batch + sum(drawn.values())) / batch / (seconds / plain)
     wins: list[float] = []
     for r in live:
         accepted = min(drawn.get(id(r), 0), r.ends - r.produced - 1)  # tokens after the end won nothing
@@ -133,7 +139,8 @@ def _round(
         done.tokens += accepted + 1
         if id(r) in drawn:
             wins.append(accepted)
-            kind.learn(claims[: nodes[some.index(r)]], drawn[id(r)], gain)
+            kind.learn(claims[: nodes[some.index(r)]], drawn[id(r)])
+            p.calibration.grade([chain], [*range(drawn[id(r)]), _DEPTH])
             r.lag, r.rounds = 0, r.rounds + 1
         else:
             r.lag += 1
@@ -142,21 +149,18 @@ def _round(
         r.account.pay(-one, batch)
 
 
-def _room(p: TreePolicy, r: Simulated, batch: int) -> float:
-    """Return the room for drafts, asked of the policy as `Drafting` asks."""
+def _pays(p: Engine, r: Simulated, batch: int) -> bool:
+    """Return whether a request can pay for drafts, asked of the policy as `Drafting` asks."""
     if not r.follows:
-        return -math.inf
+        return False
     r.account.earn(r.produced, batch)
     wait = p.wait(r.account, batch, r.lag)
-    if wait == 0.0:
-        resuming = p.resuming(r.lag, batch)
-        return r.account.room(batch, resuming + p.least_loss(batch, batch)) - resuming
-    r.follows = wait < (r.tokens - r.produced) / 2
-    return -math.inf
+    r.follows = wait == 0.0 or wait < (r.tokens - r.produced) / 2
+    return wait == 0.0
 
 
 def begin(
-    p: TreePolicy, tokens: int, chance: float, *, batch: int = 1, ends: int | None = None, prompt: int = 0
+    p: Engine, tokens: int, chance: float, *, batch: int = 1, ends: int | None = None, prompt: int = 0
 ) -> Simulated:
     """A new request, as the engine admits it.
 
@@ -169,13 +173,13 @@ def begin(
         prompt: tokens of its prompt.
     """
     account = p.account(1.0, tokens)
-    follows = p.follows(account, batch, tokens, prompt)
+    follows = p.follows(account, batch, prompt)
     if follows:
         account.engine.pay(p.entering(prompt, batch) / batch)
     return Simulated(account, tokens, chance, tokens if ends is None else ends, follows=follows)
 
 
-def together(p: TreePolicy, requests: Sequence[Simulated], rng: random.Random) -> Decoded:
+def together(p: Engine, requests: Sequence[Simulated], rng: random.Random) -> Decoded:
     """Requests from their beginning to what the engine learns of them."""
     done = decode(p, requests, rng)
     for r in requests:
@@ -183,7 +187,7 @@ def together(p: TreePolicy, requests: Sequence[Simulated], rng: random.Random) -
     return done
 
 
-def request(p: TreePolicy, tokens: int, chance: float, rng: random.Random, ends: int | None = None) -> Decoded:
+def request(p: Engine, tokens: int, chance: float, rng: random.Random, ends: int | None = None) -> Decoded:
     """Decode one request by itself."""
     return together(p, [begin(p, tokens, chance, ends=ends)], rng)
 
@@ -211,7 +215,7 @@ def simulate(
                 done = together(p, some, rng)
                 took, drawn = took + done.took, drawn + done.tokens
             ratios.append(drawn / took)
-        smallest = 1.0 + policy(step, growth).least_loss(batch, batch)
+        smallest = 1.0 + policy(step, growth).least_loss(batch)
         rows.append(
             {"batch": batch, "step": step, "growth": growth, "smallest_round": round(smallest, 3), "chance": chance}
             | {"tokens": tokens, "mean": round(statistics.mean(ratios), 4), "worst": round(min(ratios), 4)}

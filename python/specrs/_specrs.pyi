@@ -1148,35 +1148,6 @@ class DraftCalibration:
         has, one below the other.
         """
 
-_ChosenNodes = tuple[int, float, float]
-
-@final
-class DraftNodes:
-    """Nodes that may be worth verifying. One of score s is taken to be accepted with probability `exp(temper * s)`."""
-
-    @staticmethod
-    def scored(scores: _List[float], tempers: _List[float]) -> DraftNodes:
-        """Nodes by their scores, likeliest first, each with its temper."""
-
-    def score(self, index: SupportsIndex) -> float:
-        """A node's cumulative log-probability."""
-
-    def choose(
-        self,
-        batch: SupportsIndex,
-        target: tuple[_List[SupportsIndex], _List[float], float],
-        beside: float,
-        limit: float,
-    ) -> _ChosenNodes:
-        """The number of nodes with the most expected tokens a second, the score of the last one (infinite for none) and
-        these tokens, for a batch of so many requests, each with its root.
-
-        `target`: (row counts, seconds of a pass of each, factor on them), interpolated; `beside`: seconds of the round
-        beside the target's pass; `limit`: seconds that it may take.
-        """
-
-    def __len__(self) -> int: ...
-
 def choose_drafts(
     requests: _List[tuple[SupportsIndex, _List[DraftProposal | None], SupportsIndex, GrammarTracker | None]],
     calibration: DraftCalibration,
@@ -1189,10 +1160,10 @@ def choose_drafts(
     that give the most tokens a second.
 
     Each request is (last token, proposal of each source or `None`, levels of its tree at most, grammar or `None`).
-    `nodes`: of a tree at most, root included. `cost` is (table of the target's passes as `DraftNodes.choose` takes it,
-    seconds of the round beside them, seconds that the round may take, tiers). `tiers` are the rows that a tree may
-    take, ascending, where all trees take as many; else there are none, and each node takes a row. Without a cost all
-    nodes stay, and the round takes 0 seconds.
+    `nodes`: of a tree at most, root included. `cost` is (table, seconds of the round beside the target's pass, seconds
+    that the round may take, tiers). The table has the target's passes: (row counts, seconds of a pass of each, factor
+    on them), interpolated. `tiers` are the rows that a tree may take, ascending, where all trees take as many; else
+    there are none, and each node takes a row. Without a cost all nodes stay, and the round takes 0 seconds.
     """
 
 def merge_drafts(

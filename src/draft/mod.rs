@@ -24,4 +24,4 @@ pub use merge::{MergeLimits, MergedDrafts, merge};
 pub use proposal::{BUCKETS, MAX_PROPOSED, Proposal};
 pub use recycle::RecycledTokens;
 pub use suffix::{FEWEST_BYTES, MOST_BYTES, SuffixDrafts};
-pub use weigh::{Candidate, Candidates, Choice, ChosenTrees, PassTable, RoundCost};
+pub use weigh::{ChosenTrees, PassTable, RoundCost};

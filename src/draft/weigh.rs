@@ -1,7 +1,6 @@
 //! The number of nodes of merged trees that are worth verifying: expected tokens over the seconds of the round.
 //!
-//! A node of cumulative log-probability s is taken to be accepted with probability `exp(s)`; where nothing else calibrates
-//! the scores, as `exp(temper * s)`, where the temper says what such scores have been worth. A pass over more rows takes
+//! A node of cumulative log-probability s is taken to be accepted with probability `exp(s)`. A pass over more rows takes
 //! longer, so the likeliest nodes are taken as long as tokens a second grow.
 
 use super::merge::{MergeLimits, MergedDrafts};
@@ -46,66 +45,6 @@ impl PassTable {
         let i = table.partition_point(|&r| u64::from(r) < rows).min(table.len() - 1);
         let slope = (shape[i] - shape[i - 1]) / f64::from(table[i] - table[i - 1]);
         (shape[i - 1] + slope * (rows as f64 - f64::from(table[i - 1]))) * self.pace
-    }
-}
-
-/// The chosen number of nodes to verify.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Choice {
-    /// Draft nodes.
-    pub nodes: usize,
-    /// Score from which on they are taken; infinite for none.
-    pub min_score: f64,
-    /// Tokens that the round is expected to give, over the batch.
-    pub expected: f64,
-}
-
-/// A node that may be worth verifying.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Candidate {
-    /// Cumulative log-probability.
-    pub score: f64,
-    /// Probability that it is accepted.
-    pub chance: f64,
-}
-
-/// Nodes of the trees of a batch, the likeliest first.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Candidates(Vec<Candidate>);
-
-impl Candidates {
-    /// Nodes by their scores, each with its temper, likeliest first.
-    ///
-    /// # Errors
-    /// [`Error::Mismatch`] for lists of other lengths.
-    pub fn scored(scores: &[f64], tempers: &[f64]) -> Result<Self> {
-        same_length("tempers", tempers.len(), scores.len())?;
-        let each = scores.iter().zip(tempers);
-        Ok(Self(each.map(|(&score, &temper)| Candidate { score, chance: (temper * score).exp() }).collect()))
-    }
-
-    /// The nodes.
-    pub fn nodes(&self) -> &[Candidate] {
-        &self.0
-    }
-
-    /// The number of nodes with the most expected tokens a second, for a batch of so many requests, each with its root.
-    /// `beside`: seconds of the round beside the target's pass; `limit`: seconds that it may take.
-    pub fn choose(&self, batch: u32, target: &PassTable, beside: f64, limit: f64) -> Choice {
-        let roots = u64::from(batch);
-        let mut best = Choice { nodes: 0, min_score: f64::INFINITY, expected: f64::from(batch) };
-        let mut best_rate = best.expected / (beside + target.at(roots));
-        let mut expected = best.expected;
-        for (n, node) in (1u64..).zip(&self.0) {
-            expected += node.chance;
-            let seconds = beside + target.at(roots + n);
-            let rate = expected / seconds;
-            if rate > best_rate && seconds <= limit {
-                best_rate = rate;
-                best = Choice { nodes: n as usize, min_score: node.score, expected };
-            }
-        }
-        best
     }
 }
 
@@ -162,10 +101,20 @@ impl RoundCost {
     fn best_nodes(&self, trees: &[MergedDrafts]) -> (u32, f32, f64, u64) {
         let mut scores: Vec<f64> = trees.iter().flat_map(drafts).collect();
         scores.sort_by(|a, b| b.total_cmp(a));
-        let all = Candidates(scores.iter().map(|&score| Candidate { score, chance: score.exp() }).collect());
-        let choice = all.choose(trees.len() as u32, &self.target, self.beside, self.limit);
-        let nodes = if choice.nodes == 0 { 1 } else { MAX_DRAFT_TOKENS };
-        (nodes, choice.min_score as f32, choice.expected, (trees.len() + choice.nodes) as u64)
+        let roots = trees.len() as u64;
+        let mut expected = roots as f64;
+        let mut best = (1, f32::INFINITY, expected, roots);
+        let mut best_rate = expected / (self.beside + self.target.at(roots));
+        for (rows, score) in (roots + 1..).zip(scores) {
+            expected += score.exp();
+            let seconds = self.beside + self.target.at(rows);
+            let rate = expected / seconds;
+            if rate > best_rate && seconds <= self.limit {
+                best_rate = rate;
+                best = (MAX_DRAFT_TOKENS, score as f32, expected, rows);
+            }
+        }
+        best
     }
 
     /// The same, where each tree takes as many rows as the largest one.
@@ -225,18 +174,6 @@ mod tests {
             assert!(matches!(PassTable::new(rows, shape, 1.0), Err(Error::Invalid { .. })));
         }
         assert!(matches!(PassTable::new(vec![1], vec![], 1.0), Err(Error::Mismatch { .. })));
-    }
-
-    #[test]
-    fn sure_nodes_are_taken_and_doubtful_ones_are_not() {
-        let sure = Candidates::scored(&[-0.01, -0.02, -0.03, -4.0], &[1.0; 4]).unwrap();
-        let choice = sure.choose(1, &table(), 0.1, f64::INFINITY);
-        assert_eq!((choice.nodes, choice.min_score), (3, -0.03));
-        assert!((choice.expected - (1.0 + (-0.01f64).exp() + (-0.02f64).exp() + (-0.03f64).exp())).abs() < 1e-12);
-        assert_eq!(sure.choose(1, &table(), 0.1, 2.5).nodes, 1, "no longer than the limit");
-        let none = Candidates::scored(&[-4.0], &[1.0]).unwrap().choose(2, &table(), 0.1, f64::INFINITY);
-        assert_eq!(none, Choice { nodes: 0, min_score: f64::INFINITY, expected: 2.0 });
-        assert!(Candidates::scored(&[-1.0], &[]).is_err());
     }
 
     fn tree(chances: &[f32]) -> MergedDrafts {

@@ -1,4 +1,4 @@
-//! The nodes of trees that are worth verifying; over [`crate::draft`].
+//! The choice of the nodes that are worth verifying; over [`crate::draft`].
 
 use pyo3::prelude::*;
 
@@ -6,13 +6,11 @@ use super::arg::{Int, detached, guarded, u32s};
 use super::draft_merge::{DraftCalibration, DraftProposal, MergedDrafts};
 use super::grammar::GrammarTracker;
 use crate::bounds::{MAX_BATCH, MAX_DRAFT_TOKENS};
-use crate::draft::{self, Candidates, ChosenTrees, MergeLimits, PassTable, Proposal, RoundCost};
+use crate::draft::{self, ChosenTrees, MergeLimits, PassTable, Proposal, RoundCost};
 use crate::error::{Result, in_range};
 
 /// Seconds of passes: row counts, seconds of each, and what these are multiplied by.
 type Table = (Vec<Int>, Vec<f64>, f64);
-/// Nodes, the score from which on they are taken, expected tokens.
-type Chosen = (usize, f64, f64);
 /// A request: its last token, what each source proposes, levels of its tree at most, and its grammar.
 type Asked<'py> = (Int, Vec<Option<Bound<'py, DraftProposal>>>, Int, Option<Bound<'py, GrammarTracker>>);
 /// A round's cost: seconds of the target's passes, those beside them, the limit, and rows that a tree may take.
@@ -22,53 +20,15 @@ fn table((rows, seconds, pace): Table) -> Result<PassTable> {
     PassTable::new(u32s("rows of a pass", &rows)?, seconds, pace)
 }
 
-/// Nodes that may be worth verifying. One of score s is taken to be accepted with probability `exp(temper * s)`.
-#[pyclass(frozen, module = "specrs._specrs")]
-pub(super) struct DraftNodes(Candidates);
-
-#[pymethods]
-impl DraftNodes {
-    /// Nodes by their scores, likeliest first, each with its temper.
-    #[staticmethod]
-    fn scored(scores: Vec<f64>, tempers: Vec<f64>) -> PyResult<Self> {
-        Ok(Self(Candidates::scored(&scores, &tempers)?))
-    }
-
-    /// A node's cumulative log-probability.
-    fn score(&self, index: Int) -> PyResult<f64> {
-        let index = index.within("node", 0, self.0.nodes().len() as i128 - 1)? as usize;
-        Ok(self.0.nodes()[index].score)
-    }
-
-    /// The number of nodes with the most expected tokens a second, the score of the last one (infinite for none) and
-    /// these tokens, for a batch of so many requests, each with its root.
-    ///
-    /// `target`: (row counts, seconds of a pass of each, factor on them), interpolated; `beside`: seconds of the round
-    /// beside the target's pass; `limit`: seconds that it may take.
-    fn choose(&self, batch: Int, target: Table, beside: f64, limit: f64) -> PyResult<Chosen> {
-        let (batch, target) = (batch.u32("batch")?, table(target)?);
-        let choice = self.0.choose(batch, &target, beside, limit);
-        Ok((choice.nodes, choice.min_score, choice.expected))
-    }
-
-    fn __len__(&self) -> usize {
-        self.0.nodes().len()
-    }
-
-    fn __repr__(&self) -> String {
-        format!("DraftNodes(nodes={})", self.0.nodes().len())
-    }
-}
-
 /// The trees of a round, the tokens that it is expected to give, and its seconds. What the sources propose for a request
 /// is merged as by `merge_drafts`, without what the request's grammar forbids; of all trees, the nodes stay that give
 /// the most tokens a second.
 ///
 /// Each request is (last token, proposal of each source or `None`, levels of its tree at most, grammar or `None`).
-/// `nodes`: of a tree at most, root included. `cost` is (table of the target's passes as `DraftNodes.choose` takes it,
-/// seconds of the round beside them, seconds that the round may take, tiers). `tiers` are the rows that a tree may take,
-/// ascending, where all trees take as many; else there are none, and each node takes a row. Without a cost all nodes stay,
-/// and the round takes 0 seconds.
+/// `nodes`: of a tree at most, root included. `cost` is (table, seconds of the round beside the target's pass,
+/// seconds that the round may take, tiers). The table has the target's passes: (row counts, seconds of a pass of each,
+/// factor on them), interpolated. `tiers` are the rows that a tree may take, ascending, where all trees take as many; else
+/// there are none, and each node takes a row. Without a cost all nodes stay, and the round takes 0 seconds.
 #[pyfunction]
 #[pyo3(signature = (requests, calibration, vocab, nodes, cost=None))]
 pub(super) fn choose_drafts(

@@ -74,7 +74,7 @@ mod _specrs {
     #[pymodule_export]
     use super::draft_merge::{DraftCalibration, DraftProposal, MergedDrafts, merge_drafts};
     #[pymodule_export]
-    use super::draft_nodes::{DraftNodes, choose_drafts};
+    use super::draft_nodes::choose_drafts;
     #[pymodule_export]
     use super::drafts::{CorpusDrafts, DraftCorpus, RecycledTokens, SuffixDrafts};
     #[pymodule_export]

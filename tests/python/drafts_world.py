@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,14 @@ from modelzoo import Pair, write_eagle3
 from reference_drafts import Head, Reference, Target, Tree
 from specrs import LLM, SamplingParams
 from specrs import _specrs as core
+from specrs._specrs import MergedDrafts, merge_drafts
+from specrs.engine.drafting.gathering import Gathering, HostTrees
 
 VOCAB = 6  # few, so that an untrained head is right often enough
 # A decision counts where the reference's scores are further apart than this. Float32 moves them by about 1e-5.
 DECIDED = 1e-3
 CLOSE = 2e-4
+MOST_NODES = 64
 
 
 def head_for(target: Path, directory: Path, **options: Any) -> Path:
@@ -95,6 +98,20 @@ class Watched:
 
 def watched(pair: Pair, shape: tuple[int, int, int] | None, **options: Any) -> Watched:
     return Watched(LLM(pair.target, pair.draft, tree=shape, **options))
+
+
+def choosing(gathering: Gathering, sizes: Callable[[MergedDrafts], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the head's trees be verified as the head scored them, each as far as ``sizes`` says; the root counts."""
+    merged, vocab = gathering.merge_with_head, gathering.sources.vocab_size
+
+    def cut(*args: Any) -> HostTrees:
+        trees, found = merged(*args), []
+        for tree, own in zip(trees.drafts, trees.head, strict=True):
+            whole = merge_drafts(tree.tokens[0], vocab, [] if own is None else [own], MOST_NODES, MOST_NODES)
+            found.append(whole.pruned(sizes(whole), MOST_NODES))
+        return replace(trees, drafts=found)
+
+    monkeypatch.setattr(gathering, "merge_with_head", cut)
 
 
 def reference(pair: Pair, shape: tuple[int, int, int], *, lanes: bool = False, bf16: bool = False) -> Reference:

@@ -203,12 +203,6 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             {"parents": [-1, 0], "tokens": [1, 2], "probs": [0.5, 0.5], "buckets": [0, 63]},
         ),
         "DraftProposal.fits": (core.DraftProposal([-1], [1], [0.5]).fits, {"nodes": 4, "vocab": 8}),
-        "DraftNodes.scored": (core.DraftNodes.scored, {"scores": [-0.1, -0.2], "tempers": [1.0, 0.5]}),
-        "DraftNodes.score": (core.DraftNodes.scored([-0.1], [1.0]).score, {"index": 0}),
-        "DraftNodes.choose": (
-            core.DraftNodes.scored([-0.1], [1.0]).choose,
-            {"batch": 1, "target": PASSES, "beside": 0.1, "limit": 9.0},
-        ),
         "choose_drafts": (
             functools.partial(core.choose_drafts, calibration=core.DraftCalibration(1)),
             {

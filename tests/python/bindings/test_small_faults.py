@@ -138,12 +138,14 @@ LISTS = ("offsets of trees", "offsets of paths", "an accepted path", "rows of pa
 def long_lists(n: int) -> dict[str, Callable[[], object]]:
     many, one = torch.arange(n, 0, -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     drafts = core.merge_drafts(1, 9, [core.DraftProposal([-1], [2], [0.5])], 2, 1)
-    nodes, table = core.DraftNodes.scored([-0.5], [1.0]), list(range(n, 0, -1))
+    table, calibration = list(range(n, 0, -1)), core.DraftCalibration(1)
     return {
         "offsets of trees": lambda: core.TreeBatch.from_arrays(many, one, one, torch.zeros(1)),
         "offsets of paths": lambda: core.Accepts.from_arrays(many, one, one),
-        "an accepted path": lambda: drafts.settle(table, core.DraftCalibration(1)),
-        "rows of passes": lambda: nodes.choose(1, (table, [1.0] * n, 1.0), 0.0, 1.0),
+        "an accepted path": lambda: drafts.settle(table, calibration),
+        "rows of passes": lambda: core.choose_drafts(
+            [(1, [None], 1, None)], calibration, 9, 2, ((table, [1.0] * n, 1.0), 0.0, 1.0, [])
+        ),
     }
 
 

@@ -13,7 +13,7 @@ import pytest
 from specrs import TreeShape
 from specrs._specrs import TreeBatch
 from specrs.engine.drafting.budget import RATE, request_bucket
-from specrs.engine.drafting.chooser import Kind, Share, TreePolicy
+from specrs.engine.drafting.chooser import Kind, TreePolicy
 from specrs.engine.drafting.costs import HOSTED, PLAIN, SPECULATIVE, Costs, Overheads, Pace, PassCost
 from specrs.engine.drafting.decisions import Drafting
 from specrs.engine.drafting.levels import costs_of_rounds, drafted_levels, most_nodes, round_seconds
@@ -39,16 +39,16 @@ class Launched(Drafting):
 
     def ended(
         self, plan: RoundPlan, passed: Sequence[Any], seconds: float, trees: TreeBatch | None = None,
-        shares: list[Share] | None = None, cold: bool = False,
+        cold: bool = False,
     ) -> None:  # fmt: skip
-        """A round ended. shares: of the head, where other sources drafted too."""
+        """A round ended."""
         verified: Any = SimpleNamespace(trees=trees)
         outcome = RoundOutcome(plan, range(len(passed)), passed, verified, None if cold or plan.resumes else seconds)
         for p in passed:
             p.request.drafting_rounds += plan.drafts
         self._observe_costs(outcome, self.policy)
         if any(outcome.head):
-            self._observe_head(outcome, self.policy, shares)
+            self._observe_head(outcome, self.policy)
         self._book(outcome, self.policy, [1] * len(passed) if trees is None else trees.sizes)
         self._batch = len(passed)
 
@@ -136,7 +136,6 @@ def run(
     r.tokens, r.remaining = [*r.tokens, *[1] * n], r.remaining - n
     parents = [-1, *range(most_nodes(SHAPE, levels) - 1)]
     trees = TreeBatch.from_parents([parents], [[0] * len(parents)])
-    plan.steps = levels - 1
     speculation.ended(plan, [gave(r, n)], seconds, trees, cold=cold)
     return n, levels
 
@@ -233,7 +232,6 @@ def crowd(size: int, chances: Sequence[float], clock: list[float]) -> list[float
         trees = None
         if levels:
             trees = TreeBatch.from_parents([[-1, *range(n - 1)] for n in sizes], [[0] * n for n in sizes])
-            plan.steps = levels - 1
         speculation.ended(plan, passed, seconds, trees, cold=entering > 0)
         for r in [r for r in live if r.remaining <= 0]:
             speculation.forget(r)
@@ -262,12 +260,12 @@ def test_a_round_behind_gets_other_levels_or_none() -> None:
     assert deep > 1 and speculation.behind(plan, side) is plan  # type: ignore[arg-type]
     account.request.left = 0.1
     shallow: Any = speculation.behind(plan, side)  # type: ignore[arg-type]
-    assert (shallow.head, shallow.levels, shallow.steps) == ([True], 1, 0)
+    assert (shallow.head, shallow.levels) == ([True], 1)
     none: Any = speculation.behind(shallow, side)  # type: ignore[arg-type]
-    assert (none.head, none.levels, none.steps, none.drafts) == (None, 0, 0, False)
+    assert (none.head, none.levels, none.drafts) == (None, 0, False)
     account.request.left = account.engine.left = 9.0
     again: Any = speculation.behind(shallow, side)  # type: ignore[arg-type]
-    assert again.levels > 1 and again.steps == again.levels - 1
+    assert again.levels > 1
     assert speculation.behind(none, side) is None  # type: ignore[arg-type]  # the head has to catch up
 
 
@@ -395,7 +393,7 @@ def test_others_draft_alone_where_the_heads_passes_add_little() -> None:
     assert speculation._prefers_others(batch, [True], others(30.0, nodes=32)), "a sure chain of 32"
     # The others are as good as the head alone, but both together are better.
     kind = speculation.policy.kind(0.0)
-    kind.gain, kind.levels[:] = 2.0, [0.8] * SHAPE.steps
+    kind.levels[:] = [0.8] * SHAPE.steps
     assert not speculation._prefers_others(batch, [True], others(2.05))
     assert speculation.joins_others(batch, [True], others(2.05))
 

@@ -5,7 +5,6 @@ What goes wrong on the draft's side costs acceptance alone: tokens stay exact, a
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from drafts_world import VOCAB, agree, head_for, reference, watched
+from drafts_world import VOCAB, agree, choosing, head_for, reference, watched
 from modelzoo import Pair, write_target
-from specrs._specrs import DraftNodes
 from specrs.engine.devices.host import HostDrafts, _Pass
 from specrs.engine.drafting.plans import RoundPlan
 from specrs.engine.request.batch import Batch
@@ -289,14 +287,10 @@ def test_chains_that_the_cost_model_cuts(pair: Pair, monkeypatch: pytest.MonkeyP
     policy = drafting.policy
     assert policy is not None
 
-    def choose(batch: int, nodes: DraftNodes, *_: Any) -> float:
-        n = rng.randrange(min(len(nodes), 1), len(nodes) + 1)
-        return nodes.score(n - 1) if n else math.inf
-
-    monkeypatch.setattr(policy, "choose", choose)
+    assert drafting.gathering is not None
+    choosing(drafting.gathering, lambda tree: rng.randrange(1, len(tree) + 1), monkeypatch)
     monkeypatch.setattr(policy, "deepen", lambda *_: rng.random() < 0.8)
-    monkeypatch.setattr(policy, "lacking", lambda rooms: [0.0 if rng.random() < 0.8 else math.inf for _ in rooms])
-    monkeypatch.setattr(drafting, "_room", lambda *_: 1.0)
+    monkeypatch.setattr(drafting, "_pays", lambda r, _: r.head.followed and rng.random() < 0.8)
     monkeypatch.setattr(policy, "follows", lambda *_: True)
     for i in range(4):
         run.add(prompt(i, 6 + i), 40)

@@ -40,7 +40,7 @@ class Late:
         value = getattr(self._of, attribute)
         if (self._name, attribute) == ("drafted", "trees"):  # to have them is not to read them
             return Late(value, "trees", self._log)
-        if (self._name, attribute) != ("drafted", "steps"):  # the host knows the steps
+        if (self._name, attribute) != ("drafted", "levels"):  # the host knows them
             self._log.append(f"{self._name}.{attribute}")
         return value
 
@@ -80,7 +80,8 @@ class Device:
 
     def verify(self, batch: Any, drafted: Any) -> Any:
         self.log.append("verify")
-        return Late(self.host.verify(batch, drafted._of), "verified", self.log)
+        drafted = drafted._of if isinstance(drafted, Late) else drafted  # else the host chose the best nodes
+        return Late(self.host.verify(batch, drafted), "verified", self.log)
 
     def commit(self, batch: Any, lease: Any, verified: Any) -> None:
         self.log.append("commit")

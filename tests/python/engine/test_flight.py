@@ -509,7 +509,7 @@ def test_those_who_draft_may_have_ended(world: World) -> None:
     llm = LLM(world.target, world.draft, max_batch=2, max_context_len=CONTEXT)
     trees = core.TreeBatch.from_parents([[-1]], [[3]])
     request = SimpleNamespace(error=None, finish_reason=None, proposed=0, drafting_rounds=0)
-    plan: Any = RoundPlan([request, request], head=[True, False], steps=2)  # type: ignore[arg-type]
+    plan: Any = RoundPlan([request, request], head=[True, False], levels=3)  # type: ignore[arg-type]
     verified: Any = SimpleNamespace(trees=trees)
     passed: Any = [SimpleNamespace(request=request, tokens=[3])]
     llm._runner.drafting.observe(RoundOutcome(plan, [1], passed, verified, 0.1))
@@ -537,7 +537,6 @@ def test_levels_change_within_a_flight(world: World, level: Level, monkeypatch: 
     monkeypatch.setattr(drafting, "_best", lambda *_: (rng.choice([1, 2, 5]), 1.0, 1.0))
     monkeypatch.setattr(policy, "follows", lambda *_: True)
     monkeypatch.setattr(policy, "wait", lambda *_: rng.choice([0.0, 1.0, 6.0]))
-    monkeypatch.setattr(policy, "lacking", lambda rooms: [0.0 if room > -inf else inf for room in rooms])
     monkeypatch.setattr(policy, "least_loss", lambda *_: rng.choice([-inf, -inf, -inf, inf]))
     for _ in range(4):
         job = work(rng, 8, penalties=0.0)
@@ -558,7 +557,6 @@ def test_requests_that_stop_drafting_fly_on_and_come_back(
     policy.tail = 5
     monkeypatch.setattr(policy, "follows", lambda *_: True)
     monkeypatch.setattr(policy, "wait", lambda *_: rng.choice([0.0, 1.0, 6.0]))
-    monkeypatch.setattr(policy, "lacking", lambda rooms: [0.0 if room > -math.inf else math.inf for room in rooms])
     for _ in range(4):
         job = work(rng, 8, penalties=0.0)
         check(world, job, run(llm, job))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch.utils.dlpack import from_dlpack
 
-from drafts_world import VOCAB, Seen, Watched, agree, head_for, reference
+from drafts_world import VOCAB, Seen, Watched, agree, choosing, head_for, reference
 from gate_counted import Twins
 from modelzoo import Pair, write_target
 from reference_drafts import Tree
@@ -79,11 +79,10 @@ def decide(monkeypatch: pytest.MonkeyPatch, llm: LLM, follows: bool, wait: float
     """The head follows every request, or none, and each of their rounds is as said."""
     monkeypatch.setattr(policy_of(llm), "follows", lambda *_: follows)
     monkeypatch.setattr(policy_of(llm), "wait", lambda *_: wait)
-    monkeypatch.setattr(
-        policy_of(llm), "lacking", lambda rooms: [0.0 if room > -math.inf else math.inf for room in rooms]
-    )
-    monkeypatch.setattr(policy_of(llm), "choose", lambda *_: -math.inf)
     monkeypatch.setattr(policy_of(llm), "deepen", lambda *_: True)
+    gathering = llm._runner.drafting.gathering
+    assert gathering is not None
+    choosing(gathering, len, monkeypatch)
 
 
 PROMPT = [1, 2, 3, 4, 5, 0, 1, 3, 5, 2]

@@ -55,7 +55,6 @@ class Run:
         policy.tail = TAIL
         monkeypatch.setattr(policy, "follows", lambda *_: True)
         monkeypatch.setattr(policy, "wait", lambda *_: rng.choice([0.0, 0.0, 1.0, 4.0, 9.0]))
-        monkeypatch.setattr(policy, "lacking", lambda rooms: [0.0 if room > -math.inf else math.inf for room in rooms])
         monkeypatch.setattr(drafting, "behind", lambda plan, _: plan if rng.random() < 0.7 else None)
         from_dlpack(drafts.cache.tensor).fill_(math.nan)
 

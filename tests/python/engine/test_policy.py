@@ -7,17 +7,12 @@ import random
 
 import pytest
 
-from gate_simulation import Simulated, begin, decode, policy, request, together
+from gate_simulation import Engine, Simulated, begin, decode, policy, request, together
 from specrs import _specrs as core
-from specrs._specrs import DraftNodes
 from specrs.engine.drafting.budget import CAP, ENGINE, RATE, REQUEST, Account, TokenBucket, request_bucket
-from specrs.engine.drafting.chooser import TAIL, Kind, TreePolicy, nodes_of
+from specrs.engine.drafting.chooser import TAIL, Kind
 from specrs.engine.drafting.costs import PLAIN, SPECULATIVE, Pace, PassCost
 from specrs.models.acceptance import Acceptance
-
-
-def nodes(p: TreePolicy, scores: list[float]) -> DraftNodes:
-    return nodes_of([(score, p.kinds[0]) for score in scores])
 
 
 def test_cost_interpolates_and_extrapolates() -> None:
@@ -55,31 +50,13 @@ def test_costs_of_a_round() -> None:
     costs = policy(step=0.25, growth=0.0).costs
     assert costs.plain(3) == 1.0 + costs.overhead.at(PLAIN)
     extend = costs.draft_extend.at(6)
-    assert costs.drafting(batch=3, beams=6, steps=4) == 4 * 0.25 + extend + costs.overhead.at(SPECULATIVE)
+    assert costs.drafting(batch=3, beams=6, levels=5) == 4 * 0.25 + extend + costs.overhead.at(SPECULATIVE)
     for _ in range(300):
         costs.overhead.observe(SPECULATIVE, 0.01)
     assert abs(costs.overhead.at(SPECULATIVE) - 0.01) < 5e-4
 
 
-def test_sure_drafts_are_all_verified_and_hopeless_ones_are_not() -> None:
-    p = policy()
-    assert p.choose(1, nodes(p, [math.log(0.95 - i / 1000) for i in range(5)]), 0.4) == math.log(0.946)
-    assert p.choose(1, nodes(p, [math.log(0.0001)] * 5), 0.4) == math.inf
-    assert p.choose(1, nodes(p, []), 0.4) == math.inf
-
-
-def test_the_choice_is_the_best_by_exhaustion() -> None:
-    p = policy(growth=0.3)
-    scores = sorted((math.log(0.9 / (i + 1)) for i in range(12)), reverse=True)
-    best = max(
-        range(13),
-        key=lambda n: (1 + sum(p.kinds[0].chance(s) for s in scores[:n])) / (0.4 + p.costs.target.at(1 + n)),
-    )
-    assert 0 < best < 12
-    assert p.choose(1, nodes(p, scores), 0.4) == scores[best - 1]
-
-
-def test_nodes_of_several_trees_are_chosen_as_the_formula_says() -> None:
+def test_nodes_are_chosen_as_the_formula_says() -> None:
     """Against the same loops in plain Python: random trees, tables, batches, limits and tiers."""
     rng = random.Random(11)
     for _ in range(300):
@@ -144,9 +121,8 @@ def test_chances_are_learned_by_kind() -> None:
                 # Accepted counts are whole numbers whose mean is what this temper predicts.
                 mean = sum(math.exp(true * s) for s in scores)
                 accepted = math.floor(mean * (i + 1)) - math.floor(mean * i)
-                p.kinds[2 * sampled].learn(scores, accepted, 1.5 + sampled)
+                p.kinds[2 * sampled].learn(scores, accepted)
         assert [p.kinds[i].temper for i in (0, 2)] == pytest.approx(temper, abs=0.1)
-    assert [p.kinds[0].gain, p.kinds[2].gain] == pytest.approx((1.5, 2.5), abs=0.01)
 
 
 MACHINES = {"rows are cheap": (0.1, 0.03), "rows are dear": (0.15, 0.12), "drafts are dear": (0.4, 0.05)}
@@ -226,10 +202,8 @@ def test_batches_lose_no_more_than_their_budgets(machine: str, batch: int) -> No
             done = together(p, [begin(p, 200, chance, batch=batch) for chance in chances], rng)
             for produced, behind in zip(done.drawn, done.behind, strict=True):
                 # The last round that a request paid may have cost the others more than it had; the engine paid that.
-                assert behind <= batch * min(REQUEST + p.least_loss(batch, 1), ENGINE) + RATE * produced + 1e-6, (
-                    chances,
-                    produced,
-                )
+                alone = p.lost(batch, 1, p.least_round(batch, 1))
+                assert behind <= batch * min(REQUEST + alone, ENGINE) + RATE * produced + 1e-6, (chances, produced)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -237,8 +211,7 @@ def test_the_first_request_of_an_engine_drafts_from_its_first_round(machine: str
     p = policy(*MACHINES[machine])
     r = begin(p, 64, 0.9)
     assert r.follows and p.wait(r.account, 1, r.lag) == 0.0
-    assert p.lacking([r.account.room(1) - p.resuming(r.lag, 1)]) == [0.0]
-    assert decode(p, [r], random.Random(1)).took < 0.75 * 64
+    assert decode(p, [r], random.Random(1)).took < 0.8 * 64
 
 
 @pytest.mark.parametrize("batch", [2, 4, 8])
@@ -279,7 +252,7 @@ def test_a_request_waits_until_it_can_pay_and_no_longer() -> None:
         account.engine.pay(rng.uniform(-0.5, 4.0))
         wait = p.wait(account, batch, 1)
         if wait == 0.0:
-            assert account.room(batch) >= p.resuming(1, batch) + p.least_loss(batch, batch)
+            assert account.room(batch) >= p.resuming(1, batch) + p.least_loss(batch)
             continue
         request, engine = account.request.left, account.engine.left
         waited += 1
@@ -288,26 +261,6 @@ def test_a_request_waits_until_it_can_pay_and_no_longer() -> None:
             account.earn(produced + n, batch)
             assert (p.wait(account, batch, 1) == 0.0) == pays, (wait, n)
     assert waited > 100
-
-
-def test_a_round_is_drafted_by_as_many_as_can_each_pay_their_share() -> None:
-    p, rng = policy(step=0.4), random.Random(3)
-    four, one = p.least_loss(4, 4), p.least_loss(4, 1)
-    assert four < 1.0 < one, "the fewer draft, the more each of them may lose"
-    two = p.least_loss(4, 2)
-    assert p.lacking([four] * 4) == [0.0] * 4
-    assert p.lacking([four, 0.0, 0.0, 0.0]) == [one - four, one, one, one]
-    assert p.lacking([one, 0.0, -math.inf, 0.0]) == [0.0, two, math.inf, two]
-    assert p.lacking([-math.inf] * 2) == [math.inf] * 2
-    for _ in range(500):
-        rooms = [rng.choice([-math.inf, rng.uniform(-0.5, 3.0)]) for _ in range(rng.randrange(1, 9))]
-        lacking = p.lacking(rooms)
-        drafting = [lacks == 0.0 for lacks in lacking]
-        assert min(lacking) >= 0.0
-        paying = [room for room, drafts in zip(rooms, drafting, strict=True) if drafts]
-        assert all(room >= p.least_loss(len(rooms), len(paying)) for room in paying)
-        most = [n for n in range(1, len(rooms) + 1) if sorted(rooms)[-n] >= p.least_loss(len(rooms), n)]
-        assert len(paying) == max(most, default=0)
 
 
 def test_what_a_round_won_or_lost_is_shared_by_who_caused_it() -> None:
@@ -327,24 +280,23 @@ def test_what_a_round_won_or_lost_is_shared_by_who_caused_it() -> None:
 def test_no_round_risks_all_that_may_be_lost() -> None:
     p = policy(step=0.2)
     for batch in (1, 4):
-        for room in (p.least_loss(batch, batch), 1.0, 3.0, 10.0):
+        for room in (p.least_loss(batch), 1.0, 3.0, 10.0):
             seconds = p.limit(batch, [room] * batch, p.least_round(batch, batch))
             lost = p.lost(batch, batch, seconds) / batch
-            assert lost == pytest.approx(max(p.least_loss(batch, batch), 0.7 * room), rel=1e-6)
+            assert lost == pytest.approx(max(p.least_loss(batch), 0.7 * room), rel=1e-6)
 
 
-def test_a_request_is_followed_where_the_bank_pays_and_its_length_may_win_it_back() -> None:
-    def first(p: TreePolicy, tokens: int, prompt: int, batch: int = 1) -> bool:
-        return p.follows(p.account(0.0, tokens), batch, tokens, prompt)
+def test_a_request_is_followed_where_both_buckets_can_pay() -> None:
+    def first(p: Engine, tokens: int, prompt: int, batch: int = 1) -> bool:
+        return p.follows(p.account(0.0, tokens), batch, prompt)
 
     assert first(policy(), 16, 0) and first(policy(), 160, 50) and first(policy(), 10**6, 0)
     assert not first(policy(), 160, 10_000), "a prompt whose draft KV the engine does not pay"
     assert not first(policy(), 4, 0), "an answer whose bucket holds no round"
-    assert not first(policy(), 10, 900) and first(policy(), 160, 900), "an answer that cannot win its draft KV back"
     p = policy()
     p.kinds[0].bucket.pay(ENGINE)
     assert not first(p, 160, 0)
-    assert p.follows(p.account(1.0, 160), 1, 160, 0), "kinds have buckets of their own"
+    assert p.follows(p.account(1.0, 160), 1, 0), "kinds have buckets of their own"
 
 
 def test_a_head_is_taken_for_what_its_file_says() -> None:
@@ -367,11 +319,11 @@ def test_a_head_that_may_begin_anywhere_comes_back() -> None:
     account = p.account(0.0, 500)
     account.pay(10.0, 1)
     wait = p.wait(account, 1, TAIL)
-    assert wait == pytest.approx((p.resuming(TAIL, 1) + p.least_loss(1, 1) - account.room(1)) / RATE)
+    assert wait == pytest.approx((p.resuming(TAIL, 1) + p.least_loss(1) - account.room(1)) / RATE)
 
 
 def test_a_head_that_may_begin_anywhere_follows_long_prompts() -> None:
     p = policy()
-    assert not p.follows(p.account(0.0, 160), 1, 160, 100_000)
+    assert not p.follows(p.account(0.0, 160), 1, 100_000)
     p.tail = TAIL
-    assert p.follows(p.account(0.0, 160), 1, 160, 100_000)
+    assert p.follows(p.account(0.0, 160), 1, 100_000)

@@ -42,9 +42,10 @@ from specrs.engine.drafting.levels import (
     tiers,
     united_levels,
 )
+from specrs.engine.drafting.trees import Drafted
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
-from specrs.engine.rounds.executor import Deepen, Drafted, Pass, Verified, Watched
+from specrs.engine.rounds.executor import Deepen, Pass, Verified
 from specrs.engine.rounds.pages import Pages
 from specrs.models.acceptance import HEATS, UNKNOWN
 from specrs.models.config import LayerConfig
@@ -296,22 +297,23 @@ class CudaExecutor(HostExecutor):
     def verify(self, batch: Batch, drafted: Drafted) -> Verified:
         if isinstance(drafted, AskedRound):
             return self._launched(drafted)
-        made, shape = cast(Watched, drafted), self.planner.geometry.shape
+        trees, shape = drafted.trees, self.planner.geometry.shape
+        assert trees is not None
         # If the head is up to date, it runs over the accepted tokens, as if the device had drafted.
-        levels = shape.steps if isinstance(drafted, HostDrafted) else levels_for(shape, max(made.trees.sizes))
+        levels = shape.steps if isinstance(drafted, HostDrafted) else levels_for(shape, max(trees.sizes))
         depths = [levels if r.head.followed and r.head.root is not None else 0 for r in batch]
-        return self._launched(AskedRound(batch, depths, levels), made)
+        return self._launched(AskedRound(batch, depths, levels), drafted)
 
     def commit(self, batch: Batch, lease: core.Lease, verified: Verified) -> None:
         # The device has already moved KV or remapped its table; this brings the pool's books up to date.
         self.planner.commit(lease, batch.seqs, batch.lens, verified.accepts)
 
-    def _launched(self, asked: AskedRound, host_drafted: Watched | None = None) -> LaunchedRound:
+    def _launched(self, asked: AskedRound, made: Drafted | None = None) -> LaunchedRound:
         """Launch a round with drafts that the device makes, drafts that the host has made, or both."""
         batch, levels, shape = asked.batch, asked.levels, self.planner.geometry.shape
-        trees, drafts = None if host_drafted is None else host_drafted.trees, 0
-        if asked.trees is not None:
-            trees, drafts = asked.trees, levels
+        trees, drafts = None if made is None else made.trees, 0
+        if asked.others is not None:
+            trees, drafts = asked.others, levels
             levels = united_levels(shape, levels, max(trees.sizes))
         bucket = self._running = self._of(next(b for b in self._sizes if b >= len(batch)))
         # Rounds behind this one may draft deeper. They make no more nodes than their levels have.
@@ -331,7 +333,8 @@ class CudaExecutor(HostExecutor):
             given.set_trees(trees)
         variant = Variant(bucket.batch, levels, any(asked.depths), edits, trees=trees is not None, drafts=drafts)
         number = bucket.launch(variant)
-        return LaunchedRound(batch, bucket, number, variant, range(len(batch)), host_drafted)
+        launched = LaunchedRound(batch, bucket, number, variant, range(len(batch)))
+        return launched if made is None else replace(launched, host_trees=made.trees, host_faults=made.faults)
 
     @property
     def waited(self) -> float:
@@ -463,7 +466,7 @@ class CudaDrafts(HostDrafts):
     def unite(self, drafted: Drafted, trees: core.TreeBatch) -> Drafted | None:
         if not isinstance(drafted, AskedRound) or not drafted.levels:
             return None
-        return replace(drafted, trees=trees)
+        return replace(drafted, others=trees)
 
     def _root(self, request: Request) -> Root:
         root = request.head.root

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import cast
 
@@ -23,10 +22,11 @@ from specrs.engine.config import EngineConfig
 from specrs.engine.devices.calibration import calibrated
 from specrs.engine.drafting.chooser import TAIL, TreePolicy
 from specrs.engine.drafting.costs import PassCost
+from specrs.engine.drafting.trees import Drafted
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.head_state import HeadState
 from specrs.engine.request.request import Request
-from specrs.engine.rounds.executor import Deepen, Drafted, Pass, Verified, Watched
+from specrs.engine.rounds.executor import Deepen, Pass, Verified
 from specrs.engine.rounds.pages import Pages
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.features import FeatureRows, Features, KeptFeatures, gather
@@ -84,9 +84,8 @@ class HostVerified(_Pass):
 @dataclass(eq=False)
 class HostDrafted:
     trees: core.TreeBatch
-    steps: int
+    levels: int
     faults: list[tuple[core.NonFiniteError, int]]
-    finish: Callable[[float], core.TreeBatch]
 
 
 @dataclass(eq=False)
@@ -196,10 +195,11 @@ class HostExecutor:
         return self._verify(batch, trees, plan, range(len(batch)), ())
 
     def verify(self, batch: Batch, drafted: Drafted) -> Verified:
-        trees, faults = cast(Watched, drafted).trees, cast(Watched, drafted).faults
+        trees = drafted.trees
+        assert trees is not None
         plan = self.planner.verify(batch.seqs, batch.lens, trees)
         starts = list(accumulate(trees.sizes, initial=0))
-        return self._verify(batch, trees, plan, starts, faults)
+        return self._verify(batch, trees, plan, starts, drafted.faults)
 
     def _verify(
         self,
@@ -327,24 +327,22 @@ class HostDrafts:
         if self._geometry.layout == "holey":
             # A branch begins with whole pages, so copy the tail of the prefix there.
             self.head.dense.kv_move(self.cache, self._planner.tail_copies(batch.seqs, batch.lens))
-        steps = 0
-        while steps < min(self._levels, max(depths)) - 1 and (deepen is None or deepen(beams, depths, steps + 1)):
-            plan = begun(self._planner.draft(batch.seqs, batch.lens, steps, beams, self._mode), (r.head for r in batch))
+        deepest = min(self._levels, max(depths))
+        levels = min(1, deepest)
+        while levels < deepest and (deepen is None or deepen(beams, depths, levels)):
+            plan = self._planner.draft(batch.seqs, batch.lens, levels - 1, beams, self._mode)
+            plan = begun(plan, (r.head for r in batch))
             tokens = from_dlpack(beams.tokens)
             # With one beam per request, each beam continues itself.
             inputs = hidden if shape.topk == 1 else hidden.index_select(0, from_dlpack(beams.parents).to(hidden.device))
             logits, hidden = self._step(tokens, inputs, plan)
             beams.advance(logits)
-            steps += 1
-        finish = partial(beams.finish, [r.tokens[-1] for r in batch], depths, [shape.draft_tokens] * len(batch))
-        return HostDrafted(finish(), steps, faults, finish)
+            levels += 1
+        trees = beams.finish([r.tokens[-1] for r in batch], depths, [shape.draft_tokens] * len(batch))
+        return HostDrafted(trees, levels, faults)
 
     def unite(self, drafted: Drafted, trees: core.TreeBatch) -> Drafted | None:
         return None
-
-    def cut(self, drafted: Watched, least: float) -> Watched:
-        assert isinstance(drafted, HostDrafted)
-        return replace(drafted, trees=drafted.finish(least))
 
     def _extend(
         self, tokens: torch.Tensor, aux: Sequence[torch.Tensor], plan: core.Plan, rows: torch.Tensor | None = None

@@ -15,7 +15,6 @@ from specrs.engine.devices.host import likeliest, non_finite
 from specrs.engine.devices.launches import Variant
 from specrs.engine.devices.memory import Arrays
 from specrs.engine.request.batch import Batch
-from specrs.engine.rounds.executor import Watched
 
 
 @dataclass(frozen=True)
@@ -39,17 +38,15 @@ class AskedRound:
         batch: the requests of the round.
         depths: the depth to which each request drafts; 0 for no drafts.
         levels: levels of drafts that the round runs; 0 without drafts.
-        trees: the host's trees that the device unites with the drafts; ``None`` without.
+        others: the host's trees that the device unites with the drafts; ``None`` without.
     """
 
     batch: Batch
     depths: list[int]
     levels: int
-    trees: core.TreeBatch | None = None
-
-    @property
-    def steps(self) -> int:
-        return max(self.levels - 1, 0)
+    others: core.TreeBatch | None = None
+    trees = None  # the device builds them
+    faults = ()
 
 
 @dataclass(eq=False)
@@ -65,7 +62,8 @@ class LaunchedRound:
         number: the round's number in the bucket.
         variant: the variant that was launched.
         seats: each request's seat.
-        host_drafted: trees that the host made; ``None`` if the device drafted all or some of their nodes.
+        host_trees: trees that the host made; ``None`` if the device drafted all or some of their nodes.
+        host_faults: faults of the host's drafts.
     """
 
     batch: Batch
@@ -73,7 +71,8 @@ class LaunchedRound:
     number: int
     variant: Variant
     seats: Sequence[int]
-    host_drafted: Watched | None = None
+    host_trees: core.TreeBatch | None = None
+    host_faults: Sequence[tuple[core.NonFiniteError, int]] = ()
 
     @cached_property
     def _found(self) -> Arrays:
@@ -102,7 +101,7 @@ class LaunchedRound:
     def of(self, batch: Batch, rows: Sequence[int]) -> LaunchedRound:
         if len(rows) == len(self.seats):
             return replace(self, batch=batch)
-        return replace(self, batch=batch, seats=[self.seats[row] for row in rows], host_drafted=None)
+        return replace(self, batch=batch, seats=[self.seats[row] for row in rows], host_trees=None)
 
     @property
     def ahead(self) -> int:
@@ -126,15 +125,15 @@ class LaunchedRound:
         """Each request's first row of the pass, and the end of the pass's rows."""
         if not self.variant.levels:
             return [*self.seats, self.bucket.given.live]
-        if self.host_drafted is not None:
-            return list(accumulate(self.host_drafted.trees.sizes, initial=0))
+        if self.host_trees is not None:
+            return list(accumulate(self.host_trees.sizes, initial=0))
         offsets: list[int] = self._found["tree_offsets"].tolist()
         return [*(offsets[seat] for seat in self.seats), offsets[self.bucket.given.live]]
 
     @cached_property
     def trees(self) -> core.TreeBatch:
-        if self.host_drafted is not None:
-            return self.host_drafted.trees
+        if self.host_trees is not None:
+            return self.host_trees
         found = self._found
         if not self.variant.levels:
             return core.TreeBatch.from_parents([[-1]] * len(self.seats), [[r.tokens[-1]] for r in self.batch])
@@ -196,8 +195,8 @@ class LaunchedRound:
     @cached_property
     def faults(self) -> list[tuple[core.NonFiniteError, int]]:
         """Errors of requests whose root has draft scores without a distribution, and their sound draft KV positions."""
-        if self.host_drafted is not None:
-            return list(self.host_drafted.faults)
+        if self.host_trees is not None:
+            return list(self.host_faults)
         if not self.variant.levels:
             return []
         sound: list[int] = self._found["sound"].tolist()

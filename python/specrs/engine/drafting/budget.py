@@ -11,7 +11,6 @@ decoding takes.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 REQUEST, OF_ANSWER = 3.0, 0.045  # plain rounds that a request may lose at first, but at most this share of its tokens
@@ -67,18 +66,14 @@ class Account:
         new, self.produced = produced - self.produced, produced
         self.pay(-RATE * new, batch)
 
-    def room(self, batch: int, own: float = math.inf, flying: float = 0.0, together: int = 1) -> float:
+    def room(self, batch: int, flying: float = 0.0, together: int = 1) -> float:
         """Return the plain rounds that the request may still lose.
 
         Args:
             batch: number of requests that run together.
-            own: plain rounds that a round with drafts costs each request of the batch. If the request's bucket has
-                them, the engine's bucket pays for the losses of the other requests. Otherwise no single request of a
-                batch could find out that drafts win again.
             flying: plain rounds that each of ``together`` requests may lose to the round in flight.
         """
-        request, engine = self.request.left - flying, self.engine.left * batch - flying * together
-        return engine if request >= own else min(request, engine)
+        return min(self.request.left - flying, self.engine.left * batch - flying * together)
 
     def pay(self, rounds: float, batch: int) -> None:
         """Take plain rounds from both buckets, as `TokenBucket.pay` does, for drafts that the whole batch waits for.

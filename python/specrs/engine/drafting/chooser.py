@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specrs._specrs import DraftNodes
 from specrs.engine.drafting.budget import ENGINE, RATE, Account, TokenBucket, request_bucket
 from specrs.engine.drafting.costs import Costs
 from specrs.models.acceptance import Acceptance
@@ -19,6 +18,7 @@ TAIL = 32
 """Positions that a head reads before its first draft, if it may begin anywhere. More positions cost more than they
 bring (part ``tails`` of `benches/results/gate.json`)."""
 _RISK = 0.7  # share of what a request may lose that one round may risk
+_WORTH = 2.0  # what a draft step has to bring, in tokens that plain decoding gives in its time (part ``steps`` there)
 _LEARN = 0.05  # weight of a round in a running mean
 _COOL = 0.8  # temperature up to which sampling is near to greedy
 
@@ -27,20 +27,16 @@ _COOL = 0.8  # temperature up to which sampling is near to greedy
 class Kind:
     """The engine's knowledge of one kind of requests: those of temperature 0, of a low one, or of a high one.
 
-    The engine expects a node of draft probability p to be accepted with probability p ** ``temper``.
-
     Attributes:
-        temper: the exponent above.
+        temper: the head's drafts are expected to be accepted with the probability that it gives them, to this power.
         levels: for each level of drafts, the share of trees in which a draft of the level is accepted, among those in
             which a draft of the level above is. A device that launches whole rounds chooses by them, since no node's
             probability is seen before the round has ended.
-        gain: smoothed ratio of the token rate of rounds with drafts to that of plain rounds.
         bucket: the plain rounds that all requests of the kind may still lose to drafts together.
     """
 
     temper: float = 1.0
     levels: list[float] = field(default_factory=list)
-    gain: float = 1.5
     bucket: TokenBucket = field(default_factory=lambda: TokenBucket(ENGINE))
 
     @classmethod
@@ -57,10 +53,8 @@ class Kind:
         """Return the probability that a node of this cumulative log-probability is accepted."""
         return math.exp(self.temper * score)
 
-    def learn(self, scores: Sequence[float], accepted: int, gain: float) -> None:
-        """Calibrate by a verified tree: its nodes' scores, how many were accepted, and the round's gain over plain
-        ones."""
-        self.gain += _LEARN * (min(gain, 8.0) - self.gain)
+    def learn(self, scores: Sequence[float], accepted: int) -> None:
+        """Calibrate by a verified tree: its nodes' scores, and how many were accepted."""
         chances = [self.chance(s) for s in scores]
         slope = -sum(s * c for s, c in zip(scores, chances, strict=True))
         # This is a small step of Newton's method towards the temper whose chances sum to the accepted number.
@@ -108,7 +102,6 @@ class TreePolicy:
     costs: Costs
     kinds: list[Kind] = field(default_factory=lambda: [Kind() for _ in range(3)])
     tail: int | None = None
-    _level_yield: float = 0.75  # share of a level's chance that the next level keeps
 
     def kind(self, temperature: float) -> Kind:
         """Return the knowledge of requests with such a temperature."""
@@ -118,26 +111,24 @@ class TreePolicy:
         """Open the account of a new request that may generate up to ``tokens`` tokens."""
         return Account(self.kind(temperature).bucket, TokenBucket(request_bucket(tokens)))
 
-    def follows(self, account: Account, batch: int, remaining: int, entries: int) -> bool:
-        """Return whether the head follows a request from its admission on.
+    def follows(self, account: Account, batch: int, entries: int) -> bool:
+        """Return whether the head follows a request from its admission on: both buckets can pay for its first round.
 
         Args:
             account: account of the request.
             batch: number of requests that run together.
-            remaining: tokens that the request may still generate.
             entries: positions at the end of its prompt that have no draft KV.
         """
-        least = self.least_loss(batch, batch)
+        least = self.least_loss(batch)
         price = self.entering(entries if self.tail is None else min(entries, self.tail), batch) + least
-        # The bucket of a short answer may hold less than one round; then its draft KV would be useless.
-        return least <= account.request.left and price <= account.engine.left * batch and price < remaining / 2
+        return least <= account.request.left and price <= account.engine.left * batch
 
     def wait(self, account: Account, batch: int, lag: int) -> float:
         """Return the plain rounds until a request can pay for catching up and for its share of a round with drafts.
 
         The result is 0 if it can pay now.
         """
-        short = self.resuming(lag, batch) + self.least_loss(batch, batch) - account.room(batch)
+        short = self.resuming(lag, batch) + self.least_loss(batch) - account.room(batch)
         return max(short, 0.0) / RATE
 
     def resuming(self, lag: int, batch: int) -> float:
@@ -149,13 +140,13 @@ class TreePolicy:
         the prompts of ``together`` requests."""
         return self.costs.enter.at(tokens * together) / together / self.costs.plain(batch) * batch
 
-    def least_loss(self, batch: int, drafting: int) -> float:
-        """Return the plain rounds that each of ``drafting`` requests loses if its only draft node is refused."""
-        return self.lost(batch, drafting, self.least_round(batch, drafting)) / drafting
+    def least_loss(self, batch: int) -> float:
+        """Return the plain rounds that each request of a batch loses if all draft one node, and it is refused."""
+        return self.least_round(batch, batch) / self.costs.plain(batch) - 1.0
 
     def least_round(self, batch: int, drafting: int) -> float:
         """Return the seconds of a round in which the head drafts one node for each of ``drafting`` requests."""
-        return self.costs.drafting(batch, batch, 0) + self.costs.target.at(batch + drafting)
+        return self.costs.drafting(batch, batch, 1) + self.costs.target.at(batch + drafting)
 
     def lost(self, batch: int, drafting: int, seconds: float) -> float:
         """Return the plain rounds that a batch loses by a round of ``seconds`` whose drafts are all refused.
@@ -179,22 +170,6 @@ class TreePolicy:
         side = [max((w - price) * total, 0.0) for w in wins]  # how far each request caused the result
         return [total * one / (sum(side) or 1.0) for one in side]
 
-    def lacking(self, rooms: Sequence[float]) -> list[float]:
-        """Return the plain rounds that each request of a batch lacks to draft.
-
-        That is 0 for the most requests that can each pay their share of the round, for which all requests wait.
-
-        Args:
-            rooms: plain rounds that each request may lose.
-        """
-        size = len(rooms)
-        richest = sorted(range(size), key=lambda i: -rooms[i])
-        able = next((n for n in range(size, 0, -1) if rooms[richest[n - 1]] >= self.least_loss(size, n)), 0)
-        lacking = [0.0] * size
-        for i in richest[able:]:
-            lacking[i] = self.least_loss(size, able + 1) - rooms[i]
-        return lacking
-
     def limit(self, batch: int, rooms: Sequence[float], least: float) -> float:
         """Return the seconds that a round may take.
 
@@ -209,43 +184,24 @@ class TreePolicy:
         return max(self.costs.plain(batch) * (1.0 + risked), least) * (1.0 + 1e-9)
 
     def deepen(
-        self, batch: int, steps: int, beams: Sequence[tuple[Kind, Sequence[float]]], limit: float = math.inf
+        self, batch: int, levels: int, beams: Sequence[tuple[Kind, Sequence[float]]], limit: float = math.inf
     ) -> bool:
-        """Return whether another draft step yields more tokens than its time yields at the present rate.
+        """Return whether another draft step is likely to bring more than plain decoding does in its time.
 
         Args:
             batch: number of requests.
-            steps: number of levels drafted so far.
+            levels: number of levels drafted so far.
             beams: for each request that drafts, its kind and the cumulative log-probabilities of its present beams,
                 best first.
             limit: seconds that the round may take.
         """
         if not beams:
             return False
-        rate = max(sum(kind.gain for kind, _ in beams) / len(beams), 1.0) * batch / self.costs.plain(batch)
-        gain = self._level_yield * sum(kind.chance(scores[0]) for kind, scores in beams)
         # A step costs its own rows, and one more row to verify for each request.
-        target, verified = self.costs.target, batch * (steps + 1)
+        target, verified = self.costs.target, batch * (levels + 1)
         rows = sum(len(scores) for _, scores in beams)
-        cost, deeper = self.costs.draft_step.at(rows), target.at(verified + len(beams))
-        if self.costs.drafting(batch, rows, steps) + deeper > limit:
+        if self.costs.drafting(batch, rows, levels + 1) + target.at(verified + len(beams)) > limit:
             return False
-        return gain > (cost + target.at(verified + batch) - target.at(verified)) * rate
-
-    def choose(self, batch: int, nodes: DraftNodes, drafting: float, limit: float = math.inf) -> float:
-        """Choose the draft nodes with the most expected tokens per second, and return the least score among them
-        (cumulative log-probability); infinity for no nodes.
-
-        Args:
-            batch: number of requests, each with its root.
-            nodes: usable candidates of all requests, likeliest first.
-            drafting: seconds that the round takes beside the target's pass.
-            limit: seconds that the round may take.
-        """
-        return nodes.choose(batch, self.costs.target.table, drafting, limit)[1]
-
-
-def nodes_of(scored: Sequence[tuple[float, Kind]]) -> DraftNodes:
-    """Return nodes from their cumulative log-probabilities and their requests' kinds, given in any order."""
-    best = sorted(scored, key=lambda node: -node[0])
-    return DraftNodes.scored([score for score, _ in best], [kind.temper for _, kind in best])
+        seconds = self.costs.draft_step.at(rows) + target.at(verified + batch) - target.at(verified)
+        plain = batch * seconds / self.costs.plain(batch)  # tokens
+        return sum(kind.chance(scores[0]) for kind, scores in beams) > _WORTH * plain

@@ -40,7 +40,7 @@ class PassCost:
 
     @property
     def table(self) -> tuple[list[int], list[float], float]:
-        """Row counts, seconds of a pass for each, and the pace to multiply these by, as `DraftNodes` takes them."""
+        """Row counts, seconds of a pass for each, and the pace to multiply these by, as `choose_drafts` takes them."""
         return self.rows, self._measured, self.pace.factor
 
     def at(self, rows: int) -> float:
@@ -118,10 +118,10 @@ class Costs:
         """Return the seconds of a round of plain decoding."""
         return self.target.at(batch) + self.overhead.at(PLAIN)
 
-    def drafting(self, batch: int, beams: int, steps: int) -> float:
-        """Return the seconds of a round's drafting: ``steps`` passes over ``beams`` rows, and a pass that extends draft
-        KV."""
-        passes = steps * self.draft_step.at(beams) + self.draft_extend.at(2 * batch)
+    def drafting(self, batch: int, beams: int, levels: int) -> float:
+        """Return the seconds of drafting ``levels`` levels: a pass that extends draft KV and gives the first level, and
+        a pass over ``beams`` rows for each level behind it."""
+        passes = max(levels - 1, 0) * self.draft_step.at(beams) + self.draft_extend.at(2 * batch)
         return passes + self.overhead.at(SPECULATIVE)
 
     def observe(self, kind: int, batch: int, passes: float, seconds: float) -> None:

@@ -5,19 +5,16 @@ No decision made here can change a token.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from torch.utils.dlpack import from_dlpack
-
-from specrs._specrs import DraftBeams, TreeBatch, TreeShape
-from specrs.engine.drafting.budget import RATE, Account
-from specrs.engine.drafting.chooser import Share, TreePolicy, nodes_of
+from specrs._specrs import DraftBeams, TreeShape
+from specrs.engine.drafting.budget import Account
+from specrs.engine.drafting.chooser import Share, TreePolicy
 from specrs.engine.drafting.costs import HOSTED, PLAIN, SPECULATIVE
 from specrs.engine.drafting.gathering import Gathering, HostTrees
 from specrs.engine.drafting.levels import best_levels, can_unite, most_nodes, round_seconds, tiers, united_levels
 from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
-from specrs.engine.drafting.trees import head_shares
+from specrs.engine.drafting.trees import draft_scores, head_shares
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
 
@@ -85,7 +82,7 @@ class Drafting:
         account = self.account(request)
         account.wakes = 0.0
         entries = request.prefill_target - request.head.shared
-        return self.policy.follows(account, self._batch, request.remaining, entries)
+        return self.policy.follows(account, self._batch, entries)
 
     def prefilled(self, batch: Batch) -> None:
         """Pay for the draft KV of complete prompts, for all tokens that may come."""
@@ -115,8 +112,7 @@ class Drafting:
                 if (account := self._accounts.get(r.request_id)) is not None:
                     account.wakes = 0.0
         if self._has_head and self._awake(batch.requests):
-            able = zip(batch, self._able(batch), strict=True)
-            head = [d and r.can_draft and r.max_depth > 0 for r, d in able]
+            head = [r.can_draft and r.max_depth > 0 and self._pays(r, len(batch)) for r in batch]
             plan.head = head if any(head) else None
         if proposals is not None and proposals.trees is not None:
             if plan.head is not None and self._prefers_others(batch, plan.head, proposals.trees):
@@ -147,35 +143,18 @@ class Drafting:
                     return True
         return False
 
-    def _able(self, batch: Batch) -> list[bool]:
-        """Return for each request whether it can pay for drafts of the head."""
-        if (policy := self.policy) is None:
-            return [r.head.followed for r in batch]
-        rooms = [self._room(r, len(batch), policy) if r.head.followed else -math.inf for r in batch]
-        lacking = policy.lacking(rooms)
-        for r, lacks in zip(batch, lacking, strict=True):
-            if 0.0 < lacks < math.inf:
-                self.account(r).wakes = len(r.tokens) + lacks / RATE
-        return [lacks == 0.0 for lacks in lacking]
-
-    def _room(self, r: Request, batch: int, policy: TreePolicy) -> float:
-        """Return the plain rounds that a request may lose to a round with drafts; minus infinity if it cannot pay now.
-
-        A request that is not expected to pay for drafts again gives them up.
-        """
-        account, lag = self.account(r), self._lag(r)
+    def _pays(self, r: Request, batch: int) -> bool:
+        """Return whether a request can pay for drafts of the head. One that is not expected to do so again gives them
+        up."""
+        if (policy := self.policy) is None or not r.head.followed:
+            return r.head.followed
+        account = self.account(r)
         account.earn(r.produced, batch)
-        wait = policy.wait(account, batch, lag)
-        if wait == 0.0:
-            resuming = policy.resuming(lag, batch)
-            return account.room(batch, resuming + policy.least_loss(batch, batch)) - resuming
-        if wait >= r.remaining / 2:
+        wait = policy.wait(account, batch, self._lag(r))
+        if wait > 0.0 and wait >= r.remaining / 2:
             r.give_up_drafts(r.head.end)
         account.wakes = len(r.tokens) + wait
-        return -math.inf
-
-    def _any_pays(self, requests: Sequence[Request], batch: int, policy: TreePolicy) -> bool:
-        return any(r.head.followed and self._room(r, batch, policy) > -math.inf for r in requests)
+        return wait == 0.0
 
     def _lag(self, r: Request) -> int:
         """Return how many positions the head must run over before the request drafts."""
@@ -202,30 +181,27 @@ class Drafting:
         Args:
             flying: plain rounds that each request that drafts may lose to the round in flight.
         """
-        kinds = [policy.kind(r.params.temperature) for r, drafts in zip(batch, head, strict=True) if drafts]
-        return best_levels(self._shape, policy.costs, kinds, len(batch), self._limit(batch, head, policy, flying))
+        drafting = [r for r, drafts in zip(batch, head, strict=True) if drafts]
+        kinds, deepest = [policy.kind(r.params.temperature) for r in drafting], max(r.max_depth for r in drafting)
+        limit = self._limit(batch, head, policy, flying)
+        return best_levels(self._shape, policy.costs, kinds, len(batch), limit, deepest)
 
     def _prefers_others(self, batch: Batch, head: Sequence[bool], others: HostTrees) -> bool:
         """Return whether other sources' drafts without the head's passes yield more tokens a second."""
         if (policy := self.policy) is None:
             return False
-        gains = [policy.kind(r.params.temperature).gain for r, drafts in zip(batch, head, strict=True) if drafts]
-        if others.rate <= sum(gains) / len(gains) * len(batch) / policy.costs.plain(len(batch)):
-            return False
-        if not self.launched:
-            return True
         alone, both = self._rates(batch, head, others, policy)
-        return others.rate > (both if self.unites else alone)
+        return others.rate > (alone if self.launched and not self.unites else both)
 
     def joins_others(self, batch: Batch, head: Sequence[bool], others: HostTrees) -> bool:
-        """Return whether the head's drafts yield more tokens a second if a device unites them with others."""
-        if self.policy is None:
-            return True
+        """Return whether a device unites the head's drafts with others, because that yields more tokens a second."""
+        if not self.unites or self.policy is None:
+            return self.unites
         alone, both = self._rates(batch, head, others, self.policy)
         return both > alone
 
     def _rates(self, batch: Batch, head: Sequence[bool], others: HostTrees, policy: TreePolicy) -> tuple[float, float]:
-        """Return the expected tokens a second of the head's drafts, alone and united with other sources' drafts."""
+        """Return the expected tokens a second of the head's drafts, alone and in one tree with others."""
         costs, size, shape = policy.costs, len(batch), self._shape
         levels, tokens, seconds = self._best(batch, head, policy)
         rows = most_nodes(shape, united_levels(shape, levels, max(others.trees.sizes)))
@@ -237,6 +213,12 @@ class Drafting:
 
     # -- during a round -----------------------------------------------------------------------------------------
 
+    def looks_on(self, plan: RoundPlan) -> bool:
+        """Return whether the host has to see the head's drafts: to choose the best nodes, or to merge others in."""
+        if not self.launched:
+            return self.policy is not None or plan.proposals is not None
+        return self.policy is None and plan.proposals is not None and not self.unites
+
     def deepen(self, plan: RoundPlan, beams: DraftBeams, depths: Sequence[int], levels: int) -> bool:
         """Return whether another draft step pays."""
         if (policy := self.policy) is None:
@@ -244,16 +226,6 @@ class Drafting:
         each = zip(plan.batch, beams.scores(), depths, strict=True)
         live = [(policy.kind(r.params.temperature), scores) for r, scores, depth in each if depth > levels]
         return policy.deepen(len(plan.batch), levels, live, plan.limit)
-
-    def least_score(self, plan: RoundPlan, trees: TreeBatch, steps: int) -> float | None:
-        """Return the least score (cumulative log-probability) of a node to verify; ``None`` to verify all nodes."""
-        if (policy := self.policy) is None:
-            return None
-        each, size = zip(plan.batch, _draft_scores(trees), strict=True), len(plan.batch)
-        nodes = [(s, policy.kind(r.params.temperature)) for r, some in each for s in some]
-        drafting = policy.costs.drafting(size, size * self._shape.topk, steps)
-        least = policy.choose(size, nodes_of(nodes), drafting, plan.limit)
-        return least if any(score < least for score, _ in nodes) else None
 
     # -- rounds ahead of the host -------------------------------------------------------------------------------
 
@@ -266,12 +238,12 @@ class Drafting:
         head = plan.head or [False] * len(plan.batch)
         idle = [r for r, drafts in zip(plan.batch, head, strict=True) if not drafts and r.finish_reason is None]
         size, policy = len(batch), self.policy
-        if self._has_head and self._awake(idle) and (policy is None or self._any_pays(idle, size, policy)):
+        if self._has_head and self._awake(idle) and any(self._pays(r, size) for r in idle):
             return None  # a request that does not draft may do so in the next round
         if plan.head is None or policy is None:
             return plan
         drew = [r for r, drafts in zip(batch, plan.head, strict=True) if drafts]
-        least, poor = policy.least_loss(size, len(drew)), 0
+        least, poor = policy.least_loss(size), 0
         for r in drew:
             account = self.account(r)
             account.earn(r.produced, size)
@@ -305,7 +277,7 @@ class Drafting:
             return False
         if self._prefers_others(batch, head, trees):
             return True
-        return self.unites and self.joins_others(batch, head, trees)
+        return self.joins_others(batch, head, trees)
 
     # -- after a round ------------------------------------------------------------------------------------------
 
@@ -319,25 +291,25 @@ class Drafting:
         for p, nodes in zip(passed, sizes, strict=True):
             p.request.proposed += nodes - 1
             p.request.drafting_rounds += nodes > 1
-        shares = self._shares(outcome)
         if self.policy is not None:
             self._observe_costs(outcome, self.policy)
             if not any(p.request.error is not None for p in passed):  # a walk cut short says nothing of drafts
                 if any(outcome.head):
-                    self._observe_head(outcome, self.policy, shares)
+                    self._observe_head(outcome, self.policy)
                 self._book(outcome, self.policy, sizes)
         self._batch = len(passed)
         if self.gathering is not None:  # last, because a user's code may be interrupted
             self.gathering.watch([p.request for p in passed], outcome.verified)
 
-    def _shares(self, outcome: RoundOutcome) -> list[Share] | None:
-        """Return the head's part in each tree; ``None`` if the head or the other sources did not draft."""
-        plan, passed, gathering = outcome.plan, outcome.passed, self.gathering
-        if plan.head is None or plan.trees is None or gathering is None:
-            return None
+    def _shares(self, outcome: RoundOutcome) -> list[Share]:
+        """Return the head's part in each tree."""
+        plan, passed, verified = outcome.plan, outcome.passed, outcome.verified
         if plan.united:
-            return head_shares(outcome.verified, passed)
-        return [gathering.share(plan.trees.head[row], p) for row, p in zip(outcome.rows, passed, strict=True)]
+            return head_shares(verified, passed)
+        if plan.trees is not None and self.gathering is not None:
+            return [self.gathering.share(plan.trees.head[row], p) for row, p in zip(outcome.rows, passed, strict=True)]
+        each = zip(draft_scores(verified.trees), passed, strict=True)
+        return [Share(scores, len(p.tokens) - 1) for scores, p in each]
 
     def _observe_costs(self, outcome: RoundOutcome, policy: TreePolicy) -> None:
         """Learn the time of such rounds."""
@@ -348,10 +320,10 @@ class Drafting:
             kind, passes = PLAIN, costs.target.at(size)
         elif plan.head is None:
             kind, passes = HOSTED, costs.target.at(self._rows(outcome))
-        elif plan.trees is None and any(outcome.head):
+        elif any(outcome.head) and not plan.united:
             kind, passes = SPECULATIVE, self._passes(outcome, policy) - costs.overhead.at(SPECULATIVE)
         else:
-            return  # a round with drafts of both is not comparable with others
+            return  # the host reads the results of a round with united trees, so that it takes longer than others
         costs.observe(kind, size, passes, outcome.seconds)
 
     def _rows(self, outcome: RoundOutcome) -> int:
@@ -367,22 +339,16 @@ class Drafting:
     def _passes(self, outcome: RoundOutcome, policy: TreePolicy) -> float:
         """Return the seconds that a round with the head's drafts is modelled to take."""
         costs, size = policy.costs, len(outcome.passed)
-        return costs.drafting(size, size * self._shape.topk, outcome.plan.steps) + costs.target.at(self._rows(outcome))
+        return costs.drafting(size, size * self._shape.topk, outcome.plan.levels) + costs.target.at(self._rows(outcome))
 
-    def _observe_head(self, outcome: RoundOutcome, policy: TreePolicy, shares: list[Share] | None) -> None:
-        """Calibrate by the accepted drafts of the head."""
-        plan, passed = outcome.plan, outcome.passed
-        if shares is None:
-            each = zip(_draft_scores(outcome.verified.trees), passed, strict=True)
-            shares = [Share(scores, len(p.tokens) - 1) for scores, p in each]
-        gain = sum(len(p.tokens) for p in passed) / len(passed)
-        gain *= policy.costs.plain(len(passed)) / self._passes(outcome, policy)
-        for p, share, drafts in zip(passed, shares, outcome.head, strict=True):
+    def _observe_head(self, outcome: RoundOutcome, policy: TreePolicy) -> None:
+        """Learn from the accepted drafts of the head, and calibrate."""
+        for p, share, drafts in zip(outcome.passed, self._shares(outcome), outcome.head, strict=True):
             if drafts:
                 kind = policy.kind(p.request.params.temperature)
-                kind.learn(share.scores, share.accepted, gain)
-                if self.launched and p.request.finish_reason is None:  # one that has ended had less room than others
-                    kind.reached(share.accepted, plan.steps + 1)
+                kind.learn(share.scores, share.accepted)
+                if p.request.finish_reason is None:  # one that has ended had less room than others
+                    kind.reached(share.accepted, min(outcome.plan.levels, len(p.tokens)))
 
     def _book(self, outcome: RoundOutcome, policy: TreePolicy, sizes: Sequence[int]) -> None:
         """Book the plain rounds that drafts have won or lost, whichever source they came from.
@@ -402,13 +368,3 @@ class Drafting:
         verify = sum(nodes > 1 for nodes in sizes)
         for p, won in zip(drew, policy.won(size, verify, took, wins), strict=True):
             self.account(p.request).pay(-won, size)
-
-
-def _draft_scores(trees: TreeBatch) -> list[list[float]]:
-    """Return the scores of each request's draft nodes, best first."""
-    scores: list[float] = from_dlpack(trees.scores).tolist()
-    each, first = [], 0
-    for size in trees.sizes:
-        each.append(sorted(scores[first + 1 : first + size], reverse=True))  # without the root, whose score is 0
-        first += size
-    return each

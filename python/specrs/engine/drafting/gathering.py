@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from specrs._specrs import DraftCalibration, DraftProposal, MergedDrafts, TreeBatch, choose_drafts
+from specrs._specrs import DraftCalibration, DraftProposal, MergedDrafts, NonFiniteError, TreeBatch, choose_drafts
 from specrs.engine.drafting.budget import Account
 from specrs.engine.drafting.chooser import Share, TreePolicy
 from specrs.engine.drafting.costs import HOSTED, Costs
 from specrs.engine.drafting.sources import GRAMMAR, HEAD, DraftSession, Sources
-from specrs.engine.drafting.trees import VerifiedTrees, head_proposals
+from specrs.engine.drafting.trees import Drafted, VerifiedTrees, head_proposals
 from specrs.engine.drafting.worth import SourceWorth
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.grammars import Grammars
@@ -38,21 +38,21 @@ Said = list[DraftProposal | None]
 
 @dataclass(eq=False)
 class HostTrees:
-    """Trees that the host made, as an executor verifies them (`executor.Drafted`).
+    """Trees that the host chose, as an executor verifies them (`executor.Drafted`).
 
     Attributes:
         drafts: the tree of each request.
         tokens: tokens that a round with these trees is expected to give, over the batch.
         seconds: seconds that it is expected to take; 0 where no cost model decides.
-        steps, faults: of the head's drafting.
+        levels, faults: of the head's drafts.
         head: the head's proposal for each request; empty without a head.
     """
 
     drafts: list[MergedDrafts]
     tokens: float
     seconds: float
-    steps: int = 0
-    faults: Sequence[object] = ()
+    levels: int = 0
+    faults: Sequence[tuple[NonFiniteError, int]] = ()
     head: list[DraftProposal | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -257,24 +257,22 @@ class Gathering:
         rows = size * self._tiers[0] if self._tiers else size + drafting
         return costs.target.at(rows) + costs.overhead.at(HOSTED)
 
-    def merge_with_head(
-        self, batch: Batch, proposals: Proposals, trees: TreeBatch, steps: int, faults: Sequence[object], limit: float,
-        costs: Costs | None,
-    ) -> HostTrees:  # fmt: skip
-        """Return trees of the drafts of the head and of the other sources, merged.
+    def merge_with_head(self, batch: Batch, proposals: Proposals | None, drafted: Drafted, limit: float) -> HostTrees:
+        """Return the best nodes of what the head and the other sources propose.
 
         Args:
             batch: requests of the round.
-            proposals: proposals of the other sources.
-            trees: the head's trees, with the cumulative log-probability that it gives each node.
-            steps, faults: of the head's drafting.
+            proposals: proposals of the other sources; ``None`` without any.
+            drafted: the head's trees, with the cumulative log-probability that it gives each node.
             limit: seconds that the round may take.
-            costs: by which the best nodes are chosen; ``None``: all that there is room for.
         """
-        head = head_proposals(trees)
-        said = [[*others[:-2], own, others[-1]] for others, own in zip(proposals.said, head, strict=True)]
-        beside = 0.0 if costs is None else costs.drafting(len(batch), len(batch), steps)
-        return HostTrees(*self._chosen(batch, said, costs, beside, limit), steps, faults, head)
+        assert drafted.trees is not None
+        head, costs = head_proposals(drafted.trees), None if self._policy is None else self._policy.costs
+        nothing: Said = [None] * len(self.names)
+        others = [nothing] * len(head) if proposals is None else proposals.said
+        said = [[*said[:-2], own, said[-1]] for said, own in zip(others, head, strict=True)]
+        beside = 0.0 if costs is None else costs.drafting(len(batch), len(batch), drafted.levels)
+        return HostTrees(*self._chosen(batch, said, costs, beside, limit), drafted.levels, drafted.faults, head)
 
     # -- accounts -----------------------------------------------------------------------------------------------
 

@@ -88,18 +88,18 @@ def costs_of_rounds(
 
 def round_seconds(shape: TreeShape, costs: Costs, batch: int, levels: int) -> float:
     """Return the seconds of a round with trees of ``levels`` levels of drafts, at least 1."""
-    drafting = costs.drafting(batch, batch * shape.topk, levels - 1)
-    return drafting + costs.target.at(batch * most_nodes(shape, levels))
+    return costs.drafting(batch, batch * shape.topk, levels) + costs.target.at(batch * most_nodes(shape, levels))
 
 
 def best_levels(
-    shape: TreeShape, costs: Costs, kinds: Sequence[Kind], batch: int, limit: float
+    shape: TreeShape, costs: Costs, kinds: Sequence[Kind], batch: int, limit: float, deepest: int
 ) -> tuple[int, float, float]:
     """Choose the number of levels with the most tokens per second, in a round that takes at most ``limit`` seconds.
 
     Args:
         kinds: the kind of each request that drafts.
         batch: number of all requests of the round.
+        deepest: the deepest level that any request can use.
 
     Returns:
         The number of levels, the expected tokens of such a round, and its seconds.
@@ -115,4 +115,6 @@ def best_levels(
         if levels > 1 and seconds > limit:
             break
         choices.append((levels, expected, seconds))
+        if levels >= deepest:
+            break
     return max(choices, key=lambda choice: choice[1] / choice[2])

@@ -22,9 +22,8 @@ class RoundPlan:
         batch: the requests of the round.
         proposals: proposals of sources other than the head; ``None`` without any.
         head: for each request, True if the head drafts for it; ``None`` in a round without the head.
-        levels: the most levels of the head's drafts, if trees are decided before a round.
+        levels: levels of the head's drafts: the most before they are made, then their number.
         limit: the most seconds that the round may take.
-        steps: number of draft steps that the head took.
         trees: trees that the host made, so that the next round has to wait for this round's tokens; ``None`` without
             any.
         united: True if the device unites each of ``trees`` with the head's tree.
@@ -37,7 +36,6 @@ class RoundPlan:
     head: list[bool] | None = None
     levels: int = sys.maxsize
     limit: float = math.inf
-    steps: int = 0
     trees: HostTrees | None = None
     united: bool = False
     resumes: bool = False
@@ -58,8 +56,7 @@ class RoundPlan:
 
     def with_levels(self, levels: int) -> RoundPlan:
         """Return the plan of a round like this one with other levels of the head's drafts; 0 for no drafts."""
-        head = self.head if levels else None
-        return replace(self, head=head, levels=levels, steps=max(levels - 1, 0), resumes=False)
+        return replace(self, head=self.head if levels else None, levels=levels, resumes=False)
 
     def positions(self, of_head: int) -> list[int]:
         """Return how many positions behind the committed ones the round writes for each request.

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch.utils.dlpack import from_dlpack
 
-from specrs._specrs import Accepts, DraftProposal, MergedDrafts, TreeBatch
+from specrs._specrs import Accepts, DraftProposal, MergedDrafts, NonFiniteError, TreeBatch
 from specrs.engine.drafting.chooser import Share
 from specrs.engine.drafting.sources import HEAD
 from specrs.engine.request.request import Passed
@@ -21,6 +21,27 @@ from specrs.engine.request.traces import DraftTree
 
 _HEADS, _HOSTS = 1, 2  # bits of an origin
 _DECILES = 10  # calibration classes of the head's nodes
+
+
+class Drafted(Protocol):
+    """Trees to verify."""
+
+    @property
+    def levels(self) -> int:
+        """Levels of the head's drafts."""
+
+    @property
+    def trees(self) -> TreeBatch | None:
+        """The trees; ``None`` if the device builds them when it verifies them. Getting this object waits for nothing;
+        reading it may wait for the device."""
+
+    @property
+    def faults(self) -> Sequence[tuple[NonFiniteError, int]]:
+        """Errors of requests that cannot be drafted for any more, each with the number of sound positions of draft KV.
+
+        An error's ``request`` is the row of the batch. The tree of such a request is a root alone. A device that builds
+        the trees itself tells of them in the round's results.
+        """
 
 
 class VerifiedTrees(Protocol):
@@ -50,6 +71,16 @@ class VerifiedTrees(Protocol):
         Args:
             requests: their places in the batch, ascending.
         """
+
+
+def draft_scores(trees: TreeBatch) -> list[list[float]]:
+    """Return the scores of each request's draft nodes, best first."""
+    scores: list[float] = from_dlpack(trees.scores).tolist()
+    each, first = [], 0
+    for size in trees.sizes:
+        each.append(sorted(scores[first + 1 : first + size], reverse=True))  # without the root, whose score is 0
+        first += size
+    return each
 
 
 def head_shares(verified: VerifiedTrees, passed: Sequence[Passed]) -> list[Share]:

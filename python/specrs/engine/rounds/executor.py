@@ -20,7 +20,7 @@ import torch
 
 from specrs._specrs import DraftBeams, GrammarFailedError, Lease, Moves, NonFiniteError, Planner, TreeBatch
 from specrs.engine.drafting.chooser import TreePolicy
-from specrs.engine.drafting.trees import VerifiedTrees
+from specrs.engine.drafting.trees import Drafted, VerifiedTrees
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
 from specrs.engine.rounds.pages import Pages
@@ -51,7 +51,7 @@ class Verified(Pass, VerifiedTrees, Protocol):
 
     @property
     def faults(self) -> Sequence[tuple[NonFiniteError, int]]:
-        """Faults of the drafts, as in `Watched.faults`."""
+        """Faults of the drafts, as in `Drafted.faults`."""
 
     @property
     def lost(self) -> Sequence[int]:
@@ -70,29 +70,6 @@ class Verified(Pass, VerifiedTrees, Protocol):
 
     def following(self) -> Verified | None:
         """Wait for this round, and return the round that the device has begun by itself behind it, if any."""
-
-
-class Drafted(Protocol):
-    """Trees to verify. The device may build them only when it verifies them."""
-
-    @property
-    def steps(self) -> int:
-        """Draft steps that lead to the trees."""
-
-
-class Watched(Drafted, Protocol):
-    """Trees that the host drafted step by step, or built itself, and can look at."""
-
-    @property
-    def trees(self) -> TreeBatch:
-        """The trees. Getting this object waits for nothing; reading it may wait for the device."""
-
-    @property
-    def faults(self) -> Sequence[tuple[NonFiniteError, int]]:
-        """Errors of requests that cannot be drafted for any more, each with the number of sound positions of draft KV.
-
-        An error's ``request`` is the row of the batch. The tree of such a request is a root alone.
-        """
 
 
 class DraftExecutor(Protocol):
@@ -126,12 +103,9 @@ class DraftExecutor(Protocol):
     def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None) -> Drafted:
         """Draft a tree for each request of the batch, up to the request's depth.
 
-        A request with depth 0 or without a root gets a tree of its last token alone. With ``deepen`` the result is
-        `Watched`. Without ``deepen`` nobody looks on, and the device takes every step that a depth needs.
+        A request with depth 0 or without a root gets a tree of its last token alone. With ``deepen`` the host drafts
+        and has the trees. Without ``deepen`` nobody looks on, and the device takes every step that a depth needs.
         """
-
-    def cut(self, drafted: Watched, least: float) -> Watched:
-        """Return the drafts without nodes whose cumulative log-probability is below ``least``."""
 
     def unite(self, drafted: Drafted, trees: TreeBatch) -> Drafted | None:
         """Return drafts that nobody looks at, united with ``trees``, which has a tree for each request.
@@ -182,7 +156,7 @@ class Executor(Protocol):
         """Write the KV of all nodes, and accept from each tree's root on the nodes that plain decoding would draw.
 
         Args:
-            drafted: the result of `drafts`, or any `Watched` whose trees the host made.
+            drafted: the result of `drafts`, or trees that the host made.
         """
 
     def commit(self, batch: Batch, lease: Lease, verified: Verified) -> None:

@@ -104,7 +104,7 @@ class Flight:
                 continue
             if len(copies := self.lease.copies):
                 executor.copy(copies)
-            launched = executor.launch(last, most, 0 if plan.head is None else plan.steps + 1)
+            launched = executor.launch(last, most, 0 if plan.head is None else plan.levels)
             if launched is not None:
                 self.plan = plan
                 self.rounds.append((plan, launched))

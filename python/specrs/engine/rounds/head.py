@@ -7,14 +7,14 @@ request loses its drafts and nothing else. An executor runs the passes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 from specrs._specrs import DraftBeams, NonFiniteError
 from specrs.engine.drafting.decisions import Drafting
 from specrs.engine.drafting.plans import RoundPlan
+from specrs.engine.drafting.trees import Drafted
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
-from specrs.engine.rounds.executor import Drafted, DraftExecutor, Pass, Watched
+from specrs.engine.rounds.executor import DraftExecutor, Pass
 from specrs.engine.rounds.observer import RoundObserver
 
 _MAX_LAG = 64  # positions that the head may be behind a request after a round
@@ -100,40 +100,25 @@ class Head:
     def draft(self, plan: RoundPlan) -> Drafted:
         """Draft a tree for each request that the plan names, and a root alone for the others.
 
-        Drafts of other sources, if any, come into the same trees: the host merges both, or the device unites them. If
-        the device cannot, the head drafts alone.
+        Drafts of other sources come into the same trees: the host merges both, or the device unites them.
         """
-        drafting, proposals = self._drafting, plan.proposals
+        drafting, gathering = self._drafting, self._drafting.gathering
         for r in plan.drafting:
             r.head.begin(drafting.begins(r))
         self.extend(plan.drafting)
-        if drafting.gathering is None or proposals is None:
-            return self._alone(plan)
-        if drafting.unites and not self._observers:
-            return self._united(plan)
-        if drafting.launched and drafting.policy is not None:
-            return self._alone(plan)
+        if not (self._observers or drafting.looks_on(plan)):
+            depths = [min(depth, plan.levels) for depth in self._depths(plan)]
+            return self._united(plan, self._executor.draft(plan.batch, depths, None))
         drafted = self._step_by_step(plan)
-        plan.trees = drafting.gathering.merge_with_head(
-            plan.batch, proposals, drafted.trees, drafted.steps, drafted.faults, plan.limit,
-            None if drafting.policy is None else drafting.policy.costs,
-        )  # fmt: skip
+        if gathering is None or (plan.proposals is None and drafting.policy is None):
+            return drafted
+        plan.trees = gathering.merge_with_head(plan.batch, plan.proposals, drafted, plan.limit)
         return plan.trees
 
-    def _alone(self, plan: RoundPlan) -> Drafted:
-        """Draft with the head alone."""
-        if (self._drafting.launched or self._drafting.policy is None) and not self._observers:
-            return self._executor.draft(plan.batch, [min(n, plan.levels) for n in self._depths(plan)], None)
-        drafted = self._step_by_step(plan)
-        least = self._drafting.least_score(plan, drafted.trees, drafted.steps)
-        return drafted if least is None else self._executor.cut(drafted, least)
-
-    def _united(self, plan: RoundPlan) -> Drafted:
-        """Draft with the head, for the device to unite with drafts of other sources if that yields more."""
-        drafted, drafting, proposals = self._alone(plan), self._drafting, plan.proposals
-        assert plan.head is not None and proposals is not None
-        trees = proposals.trees
-        if trees is None or not drafting.joins_others(plan.batch, plan.head, trees):
+    def _united(self, plan: RoundPlan, drafted: Drafted) -> Drafted:
+        """Return the head's drafts, for the device to unite with those of other sources if that yields more."""
+        trees = None if plan.proposals is None else plan.proposals.trees
+        if trees is None or plan.head is None or not self._drafting.joins_others(plan.batch, plan.head, trees):
             return drafted
         both = self._executor.unite(drafted, trees.trees)
         if both is None:
@@ -141,7 +126,7 @@ class Head:
         plan.trees, plan.united = trees, True
         return both
 
-    def _step_by_step(self, plan: RoundPlan) -> Watched:
+    def _step_by_step(self, plan: RoundPlan) -> Drafted:
         """Draft step by step, as long as another step pays."""
 
         def deepen(beams: DraftBeams, depths: Sequence[int], levels: int) -> bool:
@@ -151,7 +136,7 @@ class Head:
                 o.drafted(beams)
             return True
 
-        return cast(Watched, self._executor.draft(plan.batch, self._depths(plan), deepen))
+        return self._executor.draft(plan.batch, self._depths(plan), deepen)
 
     def _depths(self, plan: RoundPlan) -> list[int]:
         """Return the deepest useful level of each request's drafts; 0 for no drafts."""

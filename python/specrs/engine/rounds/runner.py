@@ -20,12 +20,12 @@ from specrs.engine.drafting.gathering import Gathering
 from specrs.engine.drafting.levels import tiers
 from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
 from specrs.engine.drafting.sources import HEAD, Sources
-from specrs.engine.drafting.trees import traced
+from specrs.engine.drafting.trees import Drafted, traced
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.logprobs import TokenBytes, TokenLogprobs, of_draws, of_rows
 from specrs.engine.request.request import FinishReason, Passed, Request
 from specrs.engine.request.traces import DraftTree, trees_of
-from specrs.engine.rounds.executor import Drafted, Executor, Pass, Verified
+from specrs.engine.rounds.executor import Executor, Pass, Verified
 from specrs.engine.rounds.flight import Flight
 from specrs.engine.rounds.head import Head
 from specrs.engine.rounds.observer import RoundObserver
@@ -252,7 +252,7 @@ class Runner:
             if drafted is None:
                 verified = self.executor.decode(batch)
             else:
-                plan.steps = drafted.steps
+                plan.levels = drafted.levels
                 verified = self.executor.verify(batch, drafted)
             closed = self._alone or bool(observers or plan.trees) or any(r.needs_sync for r in batch)
             self._alone = False
