@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+import specrs.engine.drafting.chooser as chooser
 import specrs.engine.drafting.gathering as gathering_module
 import specrs.engine.drafting.plans as plans_module
 import specrs.engine.rounds.runner as runner_module
@@ -307,6 +308,19 @@ def tails(kinds: Sequence[str] = ("c", "python", "json", "sql", "mixed", "cjk"))
         name = f"{'all' if tail is None else tail} positions"
         rows[name] = {"ratio": round(_geometric(runs), 4), "requests": each}
         print(f"tails: {name}: {rows[name]}", flush=True)
+    return rows
+
+
+def steps() -> dict[str, Any]:
+    """Gains of first requests on code, 64 tokens, by what a draft step has to bring (`chooser._WORTH`)."""
+    rows: dict[str, Any] = {}
+    real = chooser._WORTH
+    for worth in (1.25, 1.5, real, 2.5, 3.0):
+        chooser._WORTH = worth
+        found = first_requests(Fresh(), [64], [0.0, 1.0])
+        rows[f"{worth:g}"] = {name: row["ratio"] for name, row in found.items()}
+        print(f"steps: {worth:g}: {rows[f'{worth:g}']}", flush=True)
+    chooser._WORTH = real
     return rows
 
 

@@ -164,7 +164,6 @@ def main() -> None:
         module.time = CLOCK  # type: ignore[attr-defined]
     drafting, plain = engine(args.batch), engine(args.batch, speculative=False)
     policy = drafting._runner.drafting.policy
-    assert policy is not None
     rows: dict[str, Any] = {}
     prompts = [(kind, seed, text) for kind, some in KINDS.items() for seed, text in enumerate(some)]
     for length in map(int, args.lengths.split(",")):

@@ -110,6 +110,13 @@ def _round(p: Engine, live: Sequence[Simulated], rng: random.Random, claims: Seq
     """One round of a batch."""
     batch, costs, plain, kind = len(live), p.costs, p.costs.plain(len(live)), p.kind(1.0)
     drafting = [_pays(p, r, batch) for r in live]
+    able = sum(drafting)
+    if 0 < able < batch:
+        share = p.least_loss(batch, able)
+        rooms = [
+            r.account.room(batch) - p.resuming(r.lag, batch) for r, drafts in zip(live, drafting, strict=True) if drafts
+        ]
+        drafting = [drafts and min(rooms) >= share for drafts in drafting]
     for r, drafts in zip(live, drafting, strict=True):
         if drafts and r.lag:
             waited = p.resuming(r.lag, batch)
@@ -215,7 +222,7 @@ def simulate(
                 done = together(p, some, rng)
                 took, drawn = took + done.took, drawn + done.tokens
             ratios.append(drawn / took)
-        smallest = 1.0 + policy(step, growth).least_loss(batch)
+        smallest = 1.0 + policy(step, growth).least_loss(batch, batch)
         rows.append(
             {"batch": batch, "step": step, "growth": growth, "smallest_round": round(smallest, 3), "chance": chance}
             | {"tokens": tokens, "mean": round(statistics.mean(ratios), 4), "worst": round(min(ratios), 4)}

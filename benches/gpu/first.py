@@ -76,7 +76,6 @@ class Pair:
                     run(self.default, [(text, 192, temperature, 9) for text in (some * 8)[: self.batch]])  # type: ignore[arg-type]
             self._warm = True
         policy = self.default._runner.drafting.policy  # type: ignore[union-attr]
-        assert policy is not None
         steps = len(policy.kinds[0].levels)
         policy.kinds[:] = [Kind.of(one, steps) for one in read_acceptance(assets.draft_dir())]
 

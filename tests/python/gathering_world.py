@@ -123,7 +123,6 @@ class World:
 
     @property
     def policy(self) -> TreePolicy:
-        assert self.drafting.policy is not None
         return self.drafting.policy
 
     @property
@@ -148,7 +147,7 @@ class World:
                 self.clock.now += self.costs.target.at(rows) + self.costs.overhead.at(HOSTED)
                 passed = [self._walk(t, tree) for t, tree in zip(live, hosted.drafts, strict=True)]
                 outcome = RoundOutcome(RoundPlan(batch, proposals, trees=hosted), range(len(live)), passed, None, None)  # type: ignore[arg-type]
-                self.drafting._book(outcome, self.policy, [len(tree) for tree in hosted.drafts])
+                self.drafting._book(outcome, [len(tree) for tree in hosted.drafts])
             for t in live:
                 if t.remaining <= 0:
                     self.drafting.forget(t)  # type: ignore[arg-type]

@@ -158,7 +158,7 @@ class LLM(Conversing):
         executor = make(target, head, self.config, geometry, pool)
         runner = Runner(executor, pool, self.config, geometry, self.vocab_size)
         runner.spell = None if self.tokenizer is None else TokenTable(self.tokenizer)
-        if runner.drafting.gathering is not None:
+        if config.sources or (runner.head is not None and not runner.executor.launched):
             runner.drafting.gathering.grammars = self._grammars
         self._parts: tuple[Runner, Scheduler] | None = (runner, Scheduler(runner))  # None: closed
         draft = None if head is None else str(draft)
@@ -484,7 +484,7 @@ class LLM(Conversing):
     @property
     def speculative(self) -> bool:
         """True if drafts are in use: a head's, or those of other sources."""
-        return self._runner.head is not None or self._runner.drafting.gathering is not None
+        return self._runner.drafting.drafts
 
     @property
     def max_tokens_per_round(self) -> int:

@@ -16,8 +16,10 @@ from specrs.engine.drafting.budget import RATE, request_bucket
 from specrs.engine.drafting.chooser import Kind, TreePolicy
 from specrs.engine.drafting.costs import HOSTED, PLAIN, SPECULATIVE, Costs, Overheads, Pace, PassCost
 from specrs.engine.drafting.decisions import Drafting
+from specrs.engine.drafting.gathering import Gathering
 from specrs.engine.drafting.levels import costs_of_rounds, drafted_levels, most_nodes, round_seconds
 from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
+from specrs.engine.drafting.sources import Sources
 from specrs.models.acceptance import HEATS, UNKNOWN
 
 SHAPE = TreeShape(4, 6, 32)
@@ -34,7 +36,7 @@ class Launched(Drafting):
     policy: TreePolicy  # type: ignore[assignment]
 
     def __init__(self, costs: Costs) -> None:
-        super().__init__(SHAPE, 1, True, None, True)
+        super().__init__(SHAPE, 1, True, Gathering(Sources((), 8), 32, 6, [2]), True)
         self.price(TreePolicy(costs, [Kind.of(UNKNOWN, SHAPE.steps) for _ in HEATS]))
 
     def ended(
@@ -46,10 +48,9 @@ class Launched(Drafting):
         outcome = RoundOutcome(plan, range(len(passed)), passed, verified, None if cold or plan.resumes else seconds)
         for p in passed:
             p.request.drafting_rounds += plan.drafts
-        self._observe_costs(outcome, self.policy)
-        if any(outcome.head):
-            self._observe_head(outcome, self.policy)
-        self._book(outcome, self.policy, [1] * len(passed) if trees is None else trees.sizes)
+        self._observe_costs(outcome)
+        self._observe_head(outcome)
+        self._book(outcome, [1] * len(passed) if trees is None else trees.sizes)
         self._batch = len(passed)
 
 
@@ -318,9 +319,7 @@ def test_a_round_behind_waits_where_some_of_a_batch_cannot_pay() -> None:
     assert plan.head == [True, True]
     speculation.start(plan)
     speculation.account(side[0]).request.left = 0.0
-    shallow: Any = speculation.behind(plan, side)  # type: ignore[arg-type]
-    assert (shallow.head, shallow.levels) == ([True, True], 1)
-    assert speculation.behind(shallow, side) is None  # type: ignore[arg-type]
+    assert speculation.behind(plan, side) is None  # type: ignore[arg-type]
 
 
 def test_rounds_of_the_hosts_trees_are_no_others() -> None:

@@ -43,7 +43,6 @@ def test_a_slow_spell_changes_no_ratio(bytes_pair: Pair, spell: int, monkeypatch
     priced(Eagle3Head, "extend", PRICES["extend"])
     with LLM(bytes_pair.target, bytes_pair.draft, max_batch=2) as llm:
         policy = llm._runner.drafting.policy
-        assert policy is not None
         costs = policy.costs
         one = costs.target.at(1) / PRICES["target"](1)
         assert 0.99 < one < 5.01

@@ -254,7 +254,6 @@ def test_an_error_of_a_drafter_is_no_error_of_the_request(tiny: Pair, method: st
         warnings.simplefilter("always")
         llm = engine(tiny, [Fails(method, name="mine"), Ngrams()], tree=(1, 12, 13), max_batch=2)
         outputs = check(llm, prompts, params, want)
-        assert llm._runner.drafting.gathering is not None
         llm.add(prompts[0], params[0])
         llm.step()
         llm.step()
@@ -439,7 +438,7 @@ def test_preempted_and_aborted_requests_keep_their_drafting(tiny: Pair) -> None:
     while llm.unfinished:
         llm.step()
     assert sorted(source.begun) == sorted(source.closed)
-    assert llm._runner.drafting.gathering is not None and not llm._runner.drafting.gathering._asked.pending
+    assert not llm._runner.drafting.gathering._asked.answers
     llm.audit()
 
 

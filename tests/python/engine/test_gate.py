@@ -62,9 +62,7 @@ class Counted:
 
 
 def policy_of(llm: LLM) -> TreePolicy:
-    policy = llm._runner.drafting.policy
-    assert policy is not None
-    return policy
+    return llm._runner.drafting.policy
 
 
 def begins(llm: LLM, tail: int | None) -> None:
@@ -79,9 +77,9 @@ def decide(monkeypatch: pytest.MonkeyPatch, llm: LLM, follows: bool, wait: float
     """The head follows every request, or none, and each of their rounds is as said."""
     monkeypatch.setattr(policy_of(llm), "follows", lambda *_: follows)
     monkeypatch.setattr(policy_of(llm), "wait", lambda *_: wait)
+    monkeypatch.setattr(llm._runner.drafting, "_share", lambda *_: True)
     monkeypatch.setattr(policy_of(llm), "deepen", lambda *_: True)
     gathering = llm._runner.drafting.gathering
-    assert gathering is not None
     choosing(gathering, len, monkeypatch)
 
 

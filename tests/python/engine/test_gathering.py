@@ -194,7 +194,7 @@ def test_a_source_hears_of_no_later_round_where_a_device_has_moved_on(
 def test_a_request_has_one_account_whoever_drafts(drafters: list[str]) -> None:
     with LLM(drafters=drafters) as llm:
         drafting = llm._runner.drafting
-        assert drafting.gathering is not None and drafting.gathering._account_of == drafting.account
+        assert drafting.gathering._account_of == drafting.account
 
 
 def test_merging_is_part_of_what_asking_costs(monkeypatch: pytest.MonkeyPatch) -> None:

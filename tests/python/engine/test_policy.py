@@ -202,7 +202,7 @@ def test_batches_lose_no_more_than_their_budgets(machine: str, batch: int) -> No
             done = together(p, [begin(p, 200, chance, batch=batch) for chance in chances], rng)
             for produced, behind in zip(done.drawn, done.behind, strict=True):
                 # The last round that a request paid may have cost the others more than it had; the engine paid that.
-                alone = p.lost(batch, 1, p.least_round(batch, 1))
+                alone = p.least_loss(batch, 1)
                 assert behind <= batch * min(REQUEST + alone, ENGINE) + RATE * produced + 1e-6, (chances, produced)
 
 
@@ -252,7 +252,7 @@ def test_a_request_waits_until_it_can_pay_and_no_longer() -> None:
         account.engine.pay(rng.uniform(-0.5, 4.0))
         wait = p.wait(account, batch, 1)
         if wait == 0.0:
-            assert account.room(batch) >= p.resuming(1, batch) + p.least_loss(batch)
+            assert account.room(batch) >= p.resuming(1, batch) + p.least_loss(batch, batch)
             continue
         request, engine = account.request.left, account.engine.left
         waited += 1
@@ -280,10 +280,10 @@ def test_what_a_round_won_or_lost_is_shared_by_who_caused_it() -> None:
 def test_no_round_risks_all_that_may_be_lost() -> None:
     p = policy(step=0.2)
     for batch in (1, 4):
-        for room in (p.least_loss(batch), 1.0, 3.0, 10.0):
+        for room in (p.least_loss(batch, batch), 1.0, 3.0, 10.0):
             seconds = p.limit(batch, [room] * batch, p.least_round(batch, batch))
             lost = p.lost(batch, batch, seconds) / batch
-            assert lost == pytest.approx(max(p.least_loss(batch), 0.7 * room), rel=1e-6)
+            assert lost == pytest.approx(max(p.least_loss(batch, batch), 0.7 * room), rel=1e-6)
 
 
 def test_a_request_is_followed_where_both_buckets_can_pay() -> None:
@@ -319,7 +319,7 @@ def test_a_head_that_may_begin_anywhere_comes_back() -> None:
     account = p.account(0.0, 500)
     account.pay(10.0, 1)
     wait = p.wait(account, 1, TAIL)
-    assert wait == pytest.approx((p.resuming(TAIL, 1) + p.least_loss(1) - account.room(1)) / RATE)
+    assert wait == pytest.approx((p.resuming(TAIL, 1) + p.least_loss(1, 1) - account.room(1)) / RATE)
 
 
 def test_a_head_that_may_begin_anywhere_follows_long_prompts() -> None:

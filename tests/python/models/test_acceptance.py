@@ -56,6 +56,5 @@ def test_an_engine_begins_with_what_its_head_says() -> None:
     assert all(one != UNKNOWN for one in said)
     with LLM(max_batch=1) as llm:
         policy = llm._runner.drafting.policy
-        assert policy is not None
         assert [kind.temper for kind in policy.kinds] == [one.temper for one in said]
     assert len(said) == len(HEATS)

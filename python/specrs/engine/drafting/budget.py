@@ -19,6 +19,9 @@ CAP = 16.0  # most plain rounds in either bucket, so that rounds won long ago ar
 RATE = 0.0075  # earned by each plain round: by modelled times 0.95x plain decoding at 64 tokens, 0.98x at 256
 
 
+WAIT = 8  # most tokens until a request that cannot pay is looked at again, which takes 1% of a plain round
+
+
 @dataclass(eq=False)
 class TokenBucket:
     """A number of plain rounds that may still be lost to drafts: ``left``."""
@@ -50,15 +53,15 @@ class Account:
         engine: the bucket of all requests of the same kind.
         request: the request's own bucket.
         produced: number of the request's tokens that both buckets have earned for.
-        wakes: number of the request's tokens at which it may be able to pay for drafts of the head again.
-        asks_from: number of the request's tokens at which it may be able to pay for asking other sources again.
+        drafts_from: number of the request's tokens from which on it may be able to pay for the head's drafts.
+        asks_from: number of the request's tokens from which on it may be able to pay for asking other sources.
     """
 
     engine: TokenBucket
     request: TokenBucket
     produced: int = 0
-    wakes: float = 0.0
-    asks_from: int = 0
+    drafts_from: float = 0.0
+    asks_from: float = 0.0
 
     def earn(self, produced: int, batch: int) -> None:
         """Earn for the new tokens of the request, of which there are ``produced`` now, in a batch of ``batch``

@@ -28,15 +28,15 @@ class Kind:
     """The engine's knowledge of one kind of requests: those of temperature 0, of a low one, or of a high one.
 
     Attributes:
-        temper: the head's drafts are expected to be accepted with the probability that it gives them, to this power.
         levels: for each level of drafts, the share of trees in which a draft of the level is accepted, among those in
-            which a draft of the level above is. A device that launches whole rounds chooses by them, since no node's
-            probability is seen before the round has ended.
+            which a draft of the level above is. Before a round nobody sees a node's probability, so levels tell what
+            the head's drafts may bring.
+        temper: the head's drafts are expected to be accepted with the probability that it gives them, to this power.
         bucket: the plain rounds that all requests of the kind may still lose to drafts together.
     """
 
-    temper: float = 1.0
     levels: list[float] = field(default_factory=list)
+    temper: float = 1.0
     bucket: TokenBucket = field(default_factory=lambda: TokenBucket(ENGINE))
 
     @classmethod
@@ -47,7 +47,7 @@ class Kind:
             expected: the expected acceptance of the head's drafts for requests of this kind.
             depth: levels of drafts in the deepest tree.
         """
-        return cls(expected.temper, [expected.level(i) for i in range(depth)])
+        return cls([expected.level(i) for i in range(depth)], expected.temper)
 
     def chance(self, score: float) -> float:
         """Return the probability that a node of this cumulative log-probability is accepted."""
@@ -103,13 +103,19 @@ class TreePolicy:
     kinds: list[Kind] = field(default_factory=lambda: [Kind() for _ in range(3)])
     tail: int | None = None
 
+    @classmethod
+    def fixed(cls, levels: int) -> TreePolicy:
+        """Return the policy of an engine whose trees are fixed, of up to so many levels."""
+        return cls(Costs.of_nothing(), [Kind([0.5] * levels, bucket=TokenBucket(math.inf)) for _ in range(3)])
+
     def kind(self, temperature: float) -> Kind:
         """Return the knowledge of requests with such a temperature."""
         return self.kinds[by_temperature(temperature)]
 
     def account(self, temperature: float, tokens: int) -> Account:
         """Open the account of a new request that may generate up to ``tokens`` tokens."""
-        return Account(self.kind(temperature).bucket, TokenBucket(request_bucket(tokens)))
+        own = math.inf if self.costs.free else request_bucket(tokens)
+        return Account(self.kind(temperature).bucket, TokenBucket(own))
 
     def follows(self, account: Account, batch: int, entries: int) -> bool:
         """Return whether the head follows a request from its admission on: both buckets can pay for its first round.
@@ -119,7 +125,7 @@ class TreePolicy:
             batch: number of requests that run together.
             entries: positions at the end of its prompt that have no draft KV.
         """
-        least = self.least_loss(batch)
+        least = self.least_loss(batch, batch)
         price = self.entering(entries if self.tail is None else min(entries, self.tail), batch) + least
         return least <= account.request.left and price <= account.engine.left * batch
 
@@ -128,7 +134,7 @@ class TreePolicy:
 
         The result is 0 if it can pay now.
         """
-        short = self.resuming(lag, batch) + self.least_loss(batch) - account.room(batch)
+        short = self.resuming(lag, batch) + self.least_loss(batch, batch) - account.room(batch)
         return max(short, 0.0) / RATE
 
     def resuming(self, lag: int, batch: int) -> float:
@@ -140,9 +146,9 @@ class TreePolicy:
         the prompts of ``together`` requests."""
         return self.costs.enter.at(tokens * together) / together / self.costs.plain(batch) * batch
 
-    def least_loss(self, batch: int) -> float:
-        """Return the plain rounds that each request of a batch loses if all draft one node, and it is refused."""
-        return self.least_round(batch, batch) / self.costs.plain(batch) - 1.0
+    def least_loss(self, batch: int, drafting: int) -> float:
+        """Return the plain rounds that each of ``drafting`` requests loses if its only draft node is refused."""
+        return self.lost(batch, drafting, self.least_round(batch, drafting)) / drafting
 
     def least_round(self, batch: int, drafting: int) -> float:
         """Return the seconds of a round in which the head drafts one node for each of ``drafting`` requests."""
@@ -173,14 +179,14 @@ class TreePolicy:
     def limit(self, batch: int, rooms: Sequence[float], least: float) -> float:
         """Return the seconds that a round may take.
 
-        No request that drafts risks more than a part of its room, so that it can still draft after one bad round of
-        many levels. But a round with one draft each may always be tried.
+        It risks no more than a part of what the requests that draft may lose together, so that they can still draft
+        after one bad round of many levels. But a round with one draft each may always be tried.
 
         Args:
             rooms: plain rounds that each request that drafts may lose.
             least: seconds of a round with one draft each.
         """
-        risked = _RISK * min(rooms) * len(rooms) / (2 * batch - len(rooms))
+        risked = _RISK * sum(rooms) / (2 * batch - len(rooms))
         return max(self.costs.plain(batch) * (1.0 + risked), least) * (1.0 + 1e-9)
 
     def deepen(

@@ -105,6 +105,7 @@ class Costs:
         enter: cost of the passes over so many positions at the end of a prompt, after which its request can draft.
         resume: cost of the passes over so many positions of a request that has not drafted, after which it can.
         overhead: time of rounds beside their passes.
+        free: True if drafts cost nothing: trees are as the user fixed them, and every node is verified.
     """
 
     target: PassCost
@@ -113,6 +114,13 @@ class Costs:
     enter: PassCost
     resume: PassCost
     overhead: Overheads = field(default_factory=_before_any_round)
+    free: bool = False
+
+    @classmethod
+    def of_nothing(cls) -> Costs:
+        """Return costs that let every request draft all nodes in every round."""
+        nothing = PassCost([1], [0.0])
+        return cls(PassCost([1], [1.0]), nothing, nothing, nothing, nothing, Overheads([0.0] * 3), free=True)
 
     def plain(self, batch: int) -> float:
         """Return the seconds of a round of plain decoding."""

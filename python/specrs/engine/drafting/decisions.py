@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specrs._specrs import DraftBeams, TreeShape
-from specrs.engine.drafting.budget import Account
+from specrs.engine.drafting.budget import WAIT, Account
 from specrs.engine.drafting.chooser import Share, TreePolicy
 from specrs.engine.drafting.costs import HOSTED, PLAIN, SPECULATIVE
 from specrs.engine.drafting.gathering import Gathering, HostTrees
@@ -24,49 +24,49 @@ _ADDED = 0.5  # share of other sources' tokens that the head is taken to lack, w
 class Drafting:
     """Decides which requests draft, and learns from the outcome of rounds.
 
-    Without a policy, every request that the head follows drafts, and every node is verified.
-
     Attributes:
-        policy: the cost model, over measured passes; ``None`` if no cost model decides.
-        gathering: drafts of sources other than the head; ``None`` without any.
+        policy: the cost model, over measured passes; of an engine with fixed trees one in which drafts cost nothing.
+        gathering: drafts of sources other than the head.
+        has_head: True if a head drafts.
         launched: True if a device launches all passes of a round together. Then trees are decided before a round, by
             levels; else they are decided step by step, by the scores of the drafts so far.
         unites: True if the device unites the head's drafts with those of other sources in one tree.
     """
 
-    def __init__(
-        self, shape: TreeShape, page: int, has_head: bool, gathering: Gathering | None, launched: bool
-    ) -> None:
-        self.policy: TreePolicy | None = None
-        self.gathering, self.launched = gathering, launched
+    def __init__(self, shape: TreeShape, page: int, has_head: bool, gathering: Gathering, launched: bool) -> None:
+        self.gathering, self.has_head, self.launched = gathering, has_head, launched
         self.unites = has_head and launched and can_unite(shape)
-        self._shape, self._page, self._has_head = shape, page, has_head
+        self._shape, self._page = shape, page
         self._accounts: dict[int, Account] = {}  # by request, from its first admission to its end
         self._batch = 1  # of the last round
+        self.price(TreePolicy.fixed(shape.steps))
 
     def price(self, policy: TreePolicy) -> None:
-        """Let a cost model decide from now on."""
+        """Let a policy decide from now on."""
         self.policy = policy
-        if self.gathering is not None:
-            self.gathering.price(policy, self.account)
+        self.gathering.price(policy, self.account)
+
+    @property
+    def drafts(self) -> bool:
+        """True if anything can draft."""
+        return self.has_head or bool(self.gathering.sources.all)
 
     # -- one request --------------------------------------------------------------------------------------------
 
     @property
     def reads_all(self) -> bool:
         """True if the head reads all of a request, or nothing; else it may begin anywhere."""
-        return self.policy is None or self.policy.tail is None
+        return self.policy.tail is None
 
     def begins(self, request: Request) -> int:
         """Return the first position that the head reads of a request if it begins now: a multiple of the page size."""
-        tail = None if self.policy is None else self.policy.tail
+        tail = self.policy.tail
         return 0 if tail is None else max(request.committed - tail, 0) // self._page * self._page
 
     def account(self, request: Request) -> Account:
         """Return the request's account, which pays for drafts of every source; opened at the first call."""
         account = self._accounts.get(request.request_id)
         if account is None:
-            assert self.policy is not None
             account = self.policy.account(request.params.temperature, request.remaining)
             self._accounts[request.request_id] = account
         return account
@@ -77,26 +77,21 @@ class Drafting:
         The request's ``committed`` positions came from the prefix cache; the first ``head.shared`` of them have draft
         KV.
         """
-        if self.policy is None:
-            return True
         account = self.account(request)
-        account.wakes = 0.0
+        account.drafts_from = 0.0
         entries = request.prefill_target - request.head.shared
         return self.policy.follows(account, self._batch, entries)
 
     def prefilled(self, batch: Batch) -> None:
         """Pay for the draft KV of complete prompts, for all tokens that may come."""
-        if (policy := self.policy) is None:
-            return
         ready = [r for r in batch if r.head.followed and r.ready]
         for r in ready:
-            price = policy.entering(r.head.end - max(r.head.first, r.head.shared), self._batch, len(ready))
+            price = self.policy.entering(r.head.end - max(r.head.first, r.head.shared), self._batch, len(ready))
             self.account(r).engine.pay(price / self._batch)
 
     def forget(self, request: Request) -> None:
         """Forget a request that has ended."""
-        if self.gathering is not None:
-            self.gathering.forget(request)  # may pay
+        self.gathering.forget(request)  # may pay
         account = self._accounts.pop(request.request_id, None)
         if account is not None:
             account.earn(request.produced, self._batch)
@@ -105,15 +100,11 @@ class Drafting:
 
     def plan(self, batch: Batch) -> RoundPlan:
         """Decide which sources' drafts the next round of a batch verifies."""
-        proposals = None if self.gathering is None else self.gathering.ask(batch)
+        proposals = self.gathering.ask(batch)
         plan = RoundPlan(batch, proposals)
-        if len(batch) != self._batch:  # what a round costs each of its requests is another share now
-            for r in batch:
-                if (account := self._accounts.get(r.request_id)) is not None:
-                    account.wakes = 0.0
-        if self._has_head and self._awake(batch.requests):
-            head = [r.can_draft and r.max_depth > 0 and self._pays(r, len(batch)) for r in batch]
-            plan.head = head if any(head) else None
+        if self.has_head:
+            head = [r.can_draft and self._pays(r, len(batch)) for r in batch]
+            plan.head = head if any(head) and self._share(batch, head) else None
         if proposals is not None and proposals.trees is not None:
             if plan.head is not None and self._prefers_others(batch, plan.head, proposals.trees):
                 plan.head = None
@@ -124,106 +115,101 @@ class Drafting:
     def start(self, plan: RoundPlan) -> None:
         """Let a round begin, now that its pages are leased: pay for what the head has to catch up with, and settle how
         far it drafts."""
-        if plan.head is None or (policy := self.policy) is None:
+        if plan.head is None:
             return
-        self._resume(plan, policy)
-        plan.limit = self._limit(plan.batch, plan.head, policy)
+        size = len(plan.batch)
+        for r in plan.drafting:
+            if r.lag:
+                plan.resumes = True
+                self.account(r).pay(self.policy.resuming(self._lag(r), size), size)
+        plan.limit = self._limit(plan.batch, plan.head)
         if self.launched:
-            plan.levels = self._best(plan.batch, plan.head, policy)[0]
-
-    def _awake(self, requests: Sequence[Request]) -> bool:
-        """Return whether any request may draft in the next round.
-
-        If one may, all are asked, because several requests together may be able to pay what one alone cannot.
-        """
-        for r in requests:
-            if r.head.followed and r.max_depth > 0:
-                account = self._accounts.get(r.request_id)
-                if account is None or len(r.tokens) >= account.wakes:
-                    return True
-        return False
+            plan.levels = self._best(plan.batch, plan.head)[0]
 
     def _pays(self, r: Request, batch: int) -> bool:
-        """Return whether a request can pay for drafts of the head. One that is not expected to do so again gives them
-        up."""
-        if (policy := self.policy) is None or not r.head.followed:
-            return r.head.followed
+        """Return whether a request can pay for drafts of the head in the next round.
+
+        A request that is not expected to be able to do so again gives them up.
+        """
+        if not r.head.followed or r.max_depth < 1:
+            return False
         account = self.account(r)
+        if len(r.tokens) < account.drafts_from:
+            return False
         account.earn(r.produced, batch)
-        wait = policy.wait(account, batch, self._lag(r))
+        wait = self.policy.wait(account, batch, self._lag(r))
         if wait > 0.0 and wait >= r.remaining / 2:
             r.give_up_drafts(r.head.end)
-        account.wakes = len(r.tokens) + wait
+        account.drafts_from = len(r.tokens) + min(wait, WAIT)
         return wait == 0.0
+
+    def _share(self, batch: Batch, head: Sequence[bool]) -> bool:
+        """Return whether all requests that draft can each pay their share of a round, for which the others wait, too.
+
+        If few of a batch draft, that is more than one can win, so that they save until more can draft with them.
+        """
+        size, drafting = len(batch), [r for r, drafts in zip(batch, head, strict=True) if drafts]
+        share = self.policy.least_loss(size, len(drafting))
+        prices = [self.policy.resuming(self._lag(r), size) + share for r in drafting]
+        return all(self.account(r).room(size) >= price for r, price in zip(drafting, prices, strict=True))
 
     def _lag(self, r: Request) -> int:
         """Return how many positions the head must run over before the request drafts."""
         return min(r.lag, r.committed - self.begins(r))
 
-    def _resume(self, plan: RoundPlan, policy: TreePolicy) -> None:
-        """Pay for the features that the head has to run over before the round."""
-        size = len(plan.batch)
-        for r in plan.drafting:
-            if r.lag:
-                plan.resumes = True
-                self.account(r).pay(policy.resuming(self._lag(r), size), size)
-
-    def _limit(self, batch: Batch, head: Sequence[bool], policy: TreePolicy, flying: float = 0.0) -> float:
+    def _limit(self, batch: Batch, head: Sequence[bool], flying: float = 0.0) -> float:
+        """Return the seconds that a round of a batch may take, of which ``head`` tells who drafts."""
         size, drew = len(batch), [r for r, drafts in zip(batch, head, strict=True) if drafts]
-        rooms = [self.account(r).room(size, flying=flying, together=len(drew)) for r in drew]
-        return policy.limit(size, rooms, policy.least_round(size, len(rooms)))
+        rooms = [self.account(r).room(size, flying, len(drew)) for r in drew]
+        return self.policy.limit(size, rooms, self.policy.least_round(size, len(rooms)))
 
-    def _best(
-        self, batch: Batch, head: Sequence[bool], policy: TreePolicy, flying: float = 0.0
-    ) -> tuple[int, float, float]:
+    def _best(self, batch: Batch, head: Sequence[bool], flying: float = 0.0) -> tuple[int, float, float]:
         """Return the `best_levels` of a batch.
 
         Args:
+            head: for each request, True if it drafts.
             flying: plain rounds that each request that drafts may lose to the round in flight.
         """
         drafting = [r for r, drafts in zip(batch, head, strict=True) if drafts]
-        kinds, deepest = [policy.kind(r.params.temperature) for r in drafting], max(r.max_depth for r in drafting)
-        limit = self._limit(batch, head, policy, flying)
-        return best_levels(self._shape, policy.costs, kinds, len(batch), limit, deepest)
+        kinds, deepest = [self.policy.kind(r.params.temperature) for r in drafting], max(r.max_depth for r in drafting)
+        limit = self._limit(batch, head, flying)
+        return best_levels(self._shape, self.policy.costs, kinds, len(batch), limit, deepest)
 
     def _prefers_others(self, batch: Batch, head: Sequence[bool], others: HostTrees) -> bool:
         """Return whether other sources' drafts without the head's passes yield more tokens a second."""
-        if (policy := self.policy) is None:
-            return False
-        alone, both = self._rates(batch, head, others, policy)
-        return others.rate > (alone if self.launched and not self.unites else both)
+        alone, both = self._rates(batch, head, others)
+        merges = self.unites or not self.launched or self.policy.costs.free
+        return others.rate > (both if merges else alone)
 
     def joins_others(self, batch: Batch, head: Sequence[bool], others: HostTrees) -> bool:
         """Return whether a device unites the head's drafts with others, because that yields more tokens a second."""
-        if not self.unites or self.policy is None:
-            return self.unites
-        alone, both = self._rates(batch, head, others, self.policy)
+        if not self.unites:
+            return False
+        alone, both = self._rates(batch, head, others)
         return both > alone
 
-    def _rates(self, batch: Batch, head: Sequence[bool], others: HostTrees, policy: TreePolicy) -> tuple[float, float]:
+    def _rates(self, batch: Batch, head: Sequence[bool], others: HostTrees) -> tuple[float, float]:
         """Return the expected tokens a second of the head's drafts, alone and in one tree with others."""
-        costs, size, shape = policy.costs, len(batch), self._shape
-        levels, tokens, seconds = self._best(batch, head, policy)
+        costs, size, shape = self.policy.costs, len(batch), self._shape
+        levels, tokens, seconds = self._best(batch, head)
         rows = most_nodes(shape, united_levels(shape, levels, max(others.trees.sizes)))
         # The host has to read the results of such a round before the next round.
         longer = costs.overhead.at(HOSTED) + costs.target.at(size * rows)
         longer -= costs.target.at(size * most_nodes(shape, levels))
-        added = _ADDED * max(others.tokens - size, 0.0)
-        return tokens / seconds, (tokens + added) / (seconds + longer)
+        both = max(tokens + _ADDED * max(others.tokens - size, 0.0), others.tokens)
+        return tokens / seconds, both / (seconds + longer)
 
     # -- during a round -----------------------------------------------------------------------------------------
 
     def looks_on(self, plan: RoundPlan) -> bool:
         """Return whether the host has to see the head's drafts: to choose the best nodes, or to merge others in."""
         if not self.launched:
-            return self.policy is not None or plan.proposals is not None
-        return self.policy is None and plan.proposals is not None and not self.unites
+            return not self.policy.costs.free or plan.proposals is not None
+        return self.policy.costs.free and plan.proposals is not None and not self.unites
 
     def deepen(self, plan: RoundPlan, beams: DraftBeams, depths: Sequence[int], levels: int) -> bool:
         """Return whether another draft step pays."""
-        if (policy := self.policy) is None:
-            return True
-        each = zip(plan.batch, beams.scores(), depths, strict=True)
+        each, policy = zip(plan.batch, beams.scores(), depths, strict=True), self.policy
         live = [(policy.kind(r.params.temperature), scores) for r, scores, depth in each if depth > levels]
         return policy.deepen(len(plan.batch), levels, live, plan.limit)
 
@@ -235,25 +221,26 @@ class Drafting:
         It is the same plan, perhaps with other levels of the head's drafts. ``None`` if another plan is wanted, which
         has to wait for the outcome.
         """
-        head = plan.head or [False] * len(plan.batch)
+        head, size, policy = plan.head or [False] * len(plan.batch), len(batch), self.policy
         idle = [r for r, drafts in zip(plan.batch, head, strict=True) if not drafts and r.finish_reason is None]
-        size, policy = len(batch), self.policy
-        if self._has_head and self._awake(idle) and any(self._pays(r, size) for r in idle):
+        if self.has_head and any(self._pays(r, size) for r in idle):
             return None  # a request that does not draft may do so in the next round
-        if plan.head is None or policy is None:
+        if plan.head is None:
             return plan
         drew = [r for r, drafts in zip(batch, plan.head, strict=True) if drafts]
-        least, poor = policy.least_loss(size), 0
+        least, poor = policy.least_loss(size, len(drew)), 0
         for r in drew:
             account = self.account(r)
             account.earn(r.produced, size)
             poor += account.room(size) < least
+        if 0 < poor < len(drew):
+            return None
         if poor and plan.levels == 1:
-            return plan.with_levels(0) if poor == len(drew) else None
+            return plan.with_levels(0)
         # The round in flight may lose all its drafts, for which nobody has paid yet. But it may win, so that one more
         # level is worth more than the time for which the device would wait for its outcome.
         flying = round_seconds(self._shape, policy.costs, size, plan.levels)
-        levels = self._best(batch, plan.head, policy, policy.lost(size, len(drew), flying) / len(drew))[0]
+        levels = self._best(batch, plan.head, policy.lost(size, len(drew), flying) / len(drew))[0]
         return plan if levels == plan.levels else plan.with_levels(levels)
 
     def others_know_better(self, batch: Batch, rows: Sequence[int], plan: RoundPlan, spare: float) -> bool:
@@ -265,12 +252,12 @@ class Drafting:
             plan: the plan of the rounds in flight.
             spare: seconds for which the device is busy meanwhile.
         """
-        if self.gathering is None or not len(batch):
+        if not len(batch):
             return False
         proposals = self.gathering.ask(batch, spare=spare)
         if proposals is None or (trees := proposals.trees) is None:
             return False
-        if plan.head is None or self.policy is None:
+        if plan.head is None:
             return True
         head = [plan.head[row] for row in rows]
         if not any(head):
@@ -291,29 +278,28 @@ class Drafting:
         for p, nodes in zip(passed, sizes, strict=True):
             p.request.proposed += nodes - 1
             p.request.drafting_rounds += nodes > 1
-        if self.policy is not None:
-            self._observe_costs(outcome, self.policy)
+        if not self.policy.costs.free:
+            self._observe_costs(outcome)
             if not any(p.request.error is not None for p in passed):  # a walk cut short says nothing of drafts
-                if any(outcome.head):
-                    self._observe_head(outcome, self.policy)
-                self._book(outcome, self.policy, sizes)
+                self._observe_head(outcome)
+                self._book(outcome, sizes)
         self._batch = len(passed)
-        if self.gathering is not None:  # last, because a user's code may be interrupted
-            self.gathering.watch([p.request for p in passed], outcome.verified)
+        # This comes last, because a user's code may be interrupted.
+        self.gathering.watch([p.request for p in passed], outcome.verified)
 
     def _shares(self, outcome: RoundOutcome) -> list[Share]:
         """Return the head's part in each tree."""
         plan, passed, verified = outcome.plan, outcome.passed, outcome.verified
         if plan.united:
             return head_shares(verified, passed)
-        if plan.trees is not None and self.gathering is not None:
+        if plan.trees is not None:
             return [self.gathering.share(plan.trees.head[row], p) for row, p in zip(outcome.rows, passed, strict=True)]
         each = zip(draft_scores(verified.trees), passed, strict=True)
         return [Share(scores, len(p.tokens) - 1) for scores, p in each]
 
-    def _observe_costs(self, outcome: RoundOutcome, policy: TreePolicy) -> None:
+    def _observe_costs(self, outcome: RoundOutcome) -> None:
         """Learn the time of such rounds."""
-        plan, costs, size = outcome.plan, policy.costs, len(outcome.passed)
+        plan, costs, size = outcome.plan, self.policy.costs, len(outcome.passed)
         if outcome.seconds is None:
             return
         if not plan.drafts:
@@ -321,7 +307,7 @@ class Drafting:
         elif plan.head is None:
             kind, passes = HOSTED, costs.target.at(self._rows(outcome))
         elif any(outcome.head) and not plan.united:
-            kind, passes = SPECULATIVE, self._passes(outcome, policy) - costs.overhead.at(SPECULATIVE)
+            kind, passes = SPECULATIVE, self._passes(outcome) - costs.overhead.at(SPECULATIVE)
         else:
             return  # the host reads the results of a round with united trees, so that it takes longer than others
         costs.observe(kind, size, passes, outcome.seconds)
@@ -336,21 +322,22 @@ class Drafting:
             return sum(sizes)
         return size * next(n for n in tiers(self._shape.draft_tokens) if n >= max(sizes))
 
-    def _passes(self, outcome: RoundOutcome, policy: TreePolicy) -> float:
+    def _passes(self, outcome: RoundOutcome) -> float:
         """Return the seconds that a round with the head's drafts is modelled to take."""
-        costs, size = policy.costs, len(outcome.passed)
+        costs, size = self.policy.costs, len(outcome.passed)
         return costs.drafting(size, size * self._shape.topk, outcome.plan.levels) + costs.target.at(self._rows(outcome))
 
-    def _observe_head(self, outcome: RoundOutcome, policy: TreePolicy) -> None:
+    def _observe_head(self, outcome: RoundOutcome) -> None:
         """Learn from the accepted drafts of the head, and calibrate."""
-        for p, share, drafts in zip(outcome.passed, self._shares(outcome), outcome.head, strict=True):
+        shares = self._shares(outcome) if any(outcome.head) else ()
+        for p, share, drafts in zip(outcome.passed, shares, outcome.head, strict=False):
             if drafts:
-                kind = policy.kind(p.request.params.temperature)
+                kind = self.policy.kind(p.request.params.temperature)
                 kind.learn(share.scores, share.accepted)
                 if p.request.finish_reason is None:  # one that has ended had less room than others
                     kind.reached(share.accepted, min(outcome.plan.levels, len(p.tokens)))
 
-    def _book(self, outcome: RoundOutcome, policy: TreePolicy, sizes: Sequence[int]) -> None:
+    def _book(self, outcome: RoundOutcome, sizes: Sequence[int]) -> None:
         """Book the plain rounds that drafts have won or lost, whichever source they came from.
 
         Args:
@@ -363,8 +350,8 @@ class Drafting:
             return
         # This is the modelled time, not the measured one, so that a stall of the machine decides nothing.
         hosted = plan.trees if plan.head is None else None
-        took = self._passes(outcome, policy) if hosted is None else hosted.seconds
+        took = self._passes(outcome) if hosted is None else hosted.seconds
         wins = [p.kept - 1 for p in drew]  # drafts after a stop won nothing
         verify = sum(nodes > 1 for nodes in sizes)
-        for p, won in zip(drew, policy.won(size, verify, took, wins), strict=True):
+        for p, won in zip(drew, self.policy.won(size, verify, took, wins), strict=True):
             self.account(p.request).pay(-won, size)

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specrs._specrs import DraftCalibration, DraftProposal, MergedDrafts, NonFiniteError, TreeBatch, choose_drafts
-from specrs.engine.drafting.budget import Account
+from specrs.engine.drafting.budget import WAIT, Account
 from specrs.engine.drafting.chooser import Share, TreePolicy
-from specrs.engine.drafting.costs import HOSTED, Costs
+from specrs.engine.drafting.costs import HOSTED
 from specrs.engine.drafting.sources import GRAMMAR, HEAD, DraftSession, Sources
 from specrs.engine.drafting.trees import Drafted, VerifiedTrees, head_proposals
 from specrs.engine.drafting.worth import SourceWorth
@@ -29,8 +29,6 @@ from specrs.engine.request.request import Passed, Request
 
 LIKELIEST = 8
 """Next tokens of a verified node that sources which observe are told."""
-
-_POOR = 8  # tokens until a request that cannot pay is looked at again, which takes 1% of a plain round
 
 Said = list[DraftProposal | None]
 """The proposals for a request: an entry for each of `Gathering.names`."""
@@ -43,7 +41,7 @@ class HostTrees:
     Attributes:
         drafts: the tree of each request.
         tokens: tokens that a round with these trees is expected to give, over the batch.
-        seconds: seconds that it is expected to take; 0 where no cost model decides.
+        seconds: seconds that it is expected to take.
         levels, faults: of the head's drafts.
         head: the head's proposal for each request; empty without a head.
     """
@@ -61,7 +59,7 @@ class HostTrees:
     @property
     def rate(self) -> float:
         """Tokens a second that a round with these trees is expected to give."""
-        return self.tokens / self.seconds if self.seconds else math.inf
+        return self.tokens / self.seconds
 
 
 @dataclass(eq=False)
@@ -69,7 +67,7 @@ class Answers:
     """The proposals for one request, until they are compared with the tokens that came.
 
     Attributes:
-        said: an entry of `Proposals.said`.
+        said: the proposals.
         at: tokens of the request when they were made.
         took: seconds of each source that was asked, by its index.
     """
@@ -85,16 +83,19 @@ class Proposals:
     """The proposals of sources for a round of a batch.
 
     Attributes:
-        said: the proposals for each request.
+        answers: those for each request, in the batch's order, by its id.
         spare: seconds of asking that cost nothing, for each request.
         trees: the nodes that are worth verifying; ``None`` if plain decoding yields more tokens a second.
-        pending: the answers that are not compared yet, by request.
     """
 
-    said: list[Said]
-    spare: float
+    answers: dict[int, Answers] = field(default_factory=dict)
+    spare: float = 0.0
     trees: HostTrees | None = None
-    pending: dict[int, Answers] = field(default_factory=dict)
+
+    @property
+    def said(self) -> list[Said]:
+        """The proposals for each request."""
+        return [answers.said for answers in self.answers.values()]
 
 
 class Gathering:
@@ -116,12 +117,12 @@ class Gathering:
         self.grammars: Grammars | None = None
         """Grammars of the engine, where requests may have some."""
         self._worth = [SourceWorth() for _ in sources.all]
-        self._policy: TreePolicy | None = None
-        self._account_of: Callable[[Request], Account]  # with a policy
-        self._asked = Proposals([], 0.0)  # of the last `ask`
+        self._policy: TreePolicy
+        self._account_of: Callable[[Request], Account]
+        self._asked = Proposals()  # of the last `ask`, until it is settled
 
     def price(self, policy: TreePolicy, account: Callable[[Request], Account]) -> None:
-        """Let a cost model decide from now on what is asked and verified, and a request's account pay for it."""
+        """Let a policy decide from now on what is asked and verified, and a request's account pay for it."""
         self._policy, self._account_of = policy, account
 
     # -- before a round -----------------------------------------------------------------------------------------
@@ -132,9 +133,9 @@ class Gathering:
         Args:
             spare: seconds for which a device is busy meanwhile, so that they cost nothing.
         """
-        for answers in self._asked.pending.values():
-            self._settle(answers)
-        self._asked.pending.clear()
+        if not self._worth and self.grammars is None:
+            return None
+        self._settle_all()
         for worth in self._worth:
             worth.rested += 1
         for r in batch.requests:  # a loop, since most rounds of requests that cannot pay end here
@@ -146,28 +147,26 @@ class Gathering:
         due = self._due(size, spare)
         if not due and all(r.draws.grammar is None for r in batch.requests):
             return None
-        each = [self._answers(r, due, size, spare) for r in batch]
-        self._asked = asked = Proposals([answers.said for answers in each], spare)
-        asked.pending = {one.request.request_id: one for one in each if one.took or any(one.said)}
+        each = {r.request_id: self._answers(r, due, size, spare) for r in batch}
+        self._asked = asked = Proposals(each, spare)
         if not any(map(any, asked.said)):
             return None
         started = time.perf_counter()
         asked.trees = self._weighed(batch, asked.said)
-        merging = (time.perf_counter() - started) / (sum(len(answers.took) for answers in each) or 1)
-        for answers in each:
+        merging = (time.perf_counter() - started) / (sum(len(answers.took) for answers in each.values()) or 1)
+        for answers in each.values():
             answers.took = {source: seconds + merging for source, seconds in answers.took.items()}
         return asked
 
     def _awake(self, r: Request) -> bool:
         """Return whether a request may be able to pay for asking."""
-        return r.params.speculative and (self._policy is None or self._account_of(r).asks_from <= len(r.tokens))
+        return r.params.speculative and self._account_of(r).asks_from <= len(r.tokens)
 
     def _due(self, size: int, spare: float) -> list[int]:
         """Return the sources to ask for this round."""
-        if self._policy is None:
-            return list(range(len(self._worth)))
-        plain = self._policy.costs.plain(size) / size
-        return [i for i, worth in enumerate(self._worth) if worth.due(plain, spare)]
+        costs = self._policy.costs
+        plain = costs.plain(size) / size
+        return [i for i, worth in enumerate(self._worth) if costs.free or worth.due(plain, spare)]
 
     def _answers(self, r: Request, due: Sequence[int], size: int, spare: float) -> Answers:
         """Ask those of the sources that the request can pay for, so that it can still pay for a round with drafts."""
@@ -189,17 +188,15 @@ class Gathering:
             answers.said[source] = sessions[source].propose(r.tokens, self._nodes - 1, depth, self.sources.vocab_size)
             answers.took[source] = time.perf_counter() - started
         if not answers.took:
-            self._account_of(r).asks_from = len(r.tokens) + _POOR
+            self._account_of(r).asks_from = len(r.tokens) + WAIT
         return answers
 
     def _affordable(self, r: Request, size: int) -> float:
         """Return the seconds of asking that a request can pay for, so that it can pay for a round with drafts, too."""
-        if (policy := self._policy) is None:
-            return math.inf
-        account, plain = self._account_of(r), policy.costs.plain(size)
+        account, plain = self._account_of(r), self._policy.costs.plain(size)
         account.earn(r.produced, size)
         # It may be the only one with drafts, all of which are refused.
-        return account.room(size) * plain / size - (self._least_round(policy.costs, size, 1) - plain)
+        return account.room(size) * plain / size - (self._least_round(size, 1) - plain)
 
     def _sessions(self, r: Request, size: int) -> list[DraftSession]:
         """Return a request's sessions. If they begin now, the request pays for that: it is no part of asking's cost."""
@@ -223,38 +220,31 @@ class Gathering:
 
         A round with one draft each is allowed whatever the accounts hold: tokens that a grammar forces do come.
         """
-        policy, size = self._policy, len(batch)
-        if policy is None:
-            trees = HostTrees(*self._chosen(batch, said))
-            return trees if max(trees.trees.sizes) > 1 else None
-        costs = policy.costs
+        policy, costs, size = self._policy, self._policy.costs, len(batch)
         rooms = [self._account_of(r).room(size) for r, own in zip(batch, said, strict=True) if any(own)]
-        limit = policy.limit(size, rooms, self._least_round(costs, size, len(rooms)))
-        drafts, tokens, seconds = self._chosen(batch, said, costs, costs.overhead.at(HOSTED), limit, self._tiers)
-        pays = max(map(len, drafts)) > 1 and tokens / seconds > size / costs.plain(size)
-        return HostTrees(drafts, tokens, seconds) if pays else None
+        limit = policy.limit(size, rooms, self._least_round(size, len(rooms)))
+        trees = HostTrees(*self._chosen(batch, said, costs.overhead.at(HOSTED), limit, self._tiers))
+        return trees if max(trees.trees.sizes) > 1 and trees.rate > size / costs.plain(size) else None
 
     def _chosen(
-        self, batch: Batch, said: Sequence[Said], costs: Costs | None = None, beside: float = 0.0,
-        limit: float = math.inf, tiers: Sequence[int] = (),
-    ) -> tuple[list[MergedDrafts], float, float]:  # fmt: skip
+        self, batch: Batch, said: Sequence[Said], beside: float, limit: float, tiers: Sequence[int] = ()
+    ) -> tuple[list[MergedDrafts], float, float]:
         """Return the trees to verify, and the tokens and seconds of their round, as `choose_drafts` does.
 
         Args:
-            costs: by which the best nodes are chosen; ``None``: all that there is room for.
             beside: seconds that the round takes beside the target's pass.
             limit: seconds that the round may take.
             tiers: the rows that a tree may take, where all trees of the round take as many.
         """
-        each, cost = zip(batch, said, strict=True), None
-        if costs is not None:
-            cost = costs.target.table, beside, limit, list(tiers)
+        costs, each = self._policy.costs, zip(batch, said, strict=True)
+        cost = None if costs.free else (costs.target.table, beside, limit, list(tiers))
         asked = [(r.tokens[-1], own, max(min(self._depth, r.max_depth), 0), r.draws.grammar) for r, own in each]
-        return choose_drafts(asked, self.calibration, self.sources.vocab_size, self._nodes, cost)
+        trees, tokens, seconds = choose_drafts(asked, self.calibration, self.sources.vocab_size, self._nodes, cost)
+        return trees, tokens, costs.plain(len(batch)) if costs.free else seconds
 
-    def _least_round(self, costs: Costs, size: int, drafting: int) -> float:
+    def _least_round(self, size: int, drafting: int) -> float:
         """Return the seconds of a round with the fewest drafts for each of ``drafting`` requests."""
-        rows = size * self._tiers[0] if self._tiers else size + drafting
+        costs, rows = self._policy.costs, size * self._tiers[0] if self._tiers else size + drafting
         return costs.target.at(rows) + costs.overhead.at(HOSTED)
 
     def merge_with_head(self, batch: Batch, proposals: Proposals | None, drafted: Drafted, limit: float) -> HostTrees:
@@ -267,19 +257,17 @@ class Gathering:
             limit: seconds that the round may take.
         """
         assert drafted.trees is not None
-        head, costs = head_proposals(drafted.trees), None if self._policy is None else self._policy.costs
-        nothing: Said = [None] * len(self.names)
+        head, nothing = head_proposals(drafted.trees), list[DraftProposal | None]([None] * len(self.names))
         others = [nothing] * len(head) if proposals is None else proposals.said
         said = [[*said[:-2], own, said[-1]] for said, own in zip(others, head, strict=True)]
-        beside = 0.0 if costs is None else costs.drafting(len(batch), len(batch), drafted.levels)
-        return HostTrees(*self._chosen(batch, said, costs, beside, limit), drafted.levels, drafted.faults, head)
+        beside = self._policy.costs.drafting(len(batch), len(batch), drafted.levels)
+        return HostTrees(*self._chosen(batch, said, beside, limit), drafted.levels, drafted.faults, head)
 
     # -- accounts -----------------------------------------------------------------------------------------------
 
     def _pay(self, r: Request, seconds: float, size: int) -> None:
         """Let a request pay for seconds that a batch of ``size`` requests has waited for it."""
-        if self._policy is not None:
-            self._account_of(r).pay(seconds / self._policy.costs.plain(size) * size, size)
+        self._account_of(r).pay(seconds / self._policy.costs.plain(size) * size, size)
 
     # -- after it -----------------------------------------------------------------------------------------------
 
@@ -297,8 +285,8 @@ class Gathering:
         """Tell the target's likeliest tokens in verified trees to the sources that learn from them and were asked for
         the round, for requests that go on."""
         learning: list[tuple[int, Answers, int, DraftSession]] = []
-        for i, r in enumerate(batch if self._asked.pending else ()):
-            answers = self._asked.pending.get(r.request_id)
+        for i, r in enumerate(batch if self._asked.answers else ()):
+            answers = self._asked.answers.get(r.request_id)
             if answers is not None and r.finish_reason is None:
                 sessions = self.sources.begun(r)
                 learning += [(i, answers, source, sessions[source]) for source in answers.took]
@@ -319,22 +307,29 @@ class Gathering:
         for _, answers, source, _ in learning:
             answers.took[source] += each
 
-    def _settle(self, answers: Answers) -> None:
+    def _settle_all(self) -> None:
+        """Settle the last answers."""
+        asked, self._asked = self._asked, Proposals()
+        for answers in asked.answers.values():
+            self._settle(answers, asked)
+
+    def _settle(self, answers: Answers, asked: Proposals) -> None:
         """Compare the proposals for a request with the tokens that came, and let the request pay for asking."""
-        drawn, asked = answers.request.tokens[answers.at :], self._asked
+        if not answers.took and not any(answers.said):
+            return
+        drawn = answers.request.tokens[answers.at :]
         hits = self.calibration.grade(answers.said, drawn) if drawn else None
         for source, seconds in answers.took.items():
             self._worth[source].learn(None if hits is None else hits[source] * (asked.trees is not None), seconds)
-        self._pay(answers.request, max(sum(answers.took.values()) - asked.spare, 0.0), len(asked.said))
+        self._pay(answers.request, max(sum(answers.took.values()) - asked.spare, 0.0), len(asked.answers))
 
     def forget(self, r: Request) -> None:
         """Forget a request that has ended."""
-        answers = self._asked.pending.pop(r.request_id, None)
-        if answers is not None:
-            self._settle(answers)
+        if r.request_id in self._asked.answers:
+            self._settle_all()
         self.sources.forget(r)
 
     def close(self) -> None:
         """Forget all requests, which have ended."""
-        self._asked.pending.clear()
+        self._asked = Proposals()
         self.sources.close()

@@ -102,7 +102,7 @@ class Head:
 
         Drafts of other sources come into the same trees: the host merges both, or the device unites them.
         """
-        drafting, gathering = self._drafting, self._drafting.gathering
+        drafting = self._drafting
         for r in plan.drafting:
             r.head.begin(drafting.begins(r))
         self.extend(plan.drafting)
@@ -110,9 +110,9 @@ class Head:
             depths = [min(depth, plan.levels) for depth in self._depths(plan)]
             return self._united(plan, self._executor.draft(plan.batch, depths, None))
         drafted = self._step_by_step(plan)
-        if gathering is None or (plan.proposals is None and drafting.policy is None):
+        if plan.proposals is None and drafting.policy.costs.free:
             return drafted
-        plan.trees = gathering.merge_with_head(plan.batch, plan.proposals, drafted, plan.limit)
+        plan.trees = drafting.gathering.merge_with_head(plan.batch, plan.proposals, drafted, plan.limit)
         return plan.trees
 
     def _united(self, plan: RoundPlan, drafted: Drafted) -> Drafted:

@@ -55,16 +55,13 @@ class Runner:
         self.observers: list[RoundObserver] = []
         self.spell: TokenBytes | None = None
         drafts = executor.drafts
-        gathering: Gathering | None = None
-        if config.sources or (drafts is not None and not executor.launched):  # grammars force drafts
-            named = Sources(config.sources, vocab_size)
-            most = geometry.shape.draft_tokens
-            gathering = Gathering(named, most, config.deepest, tiers(most) if executor.launched else None)
+        most = geometry.shape.draft_tokens if drafts is not None or config.sources else 1
+        sizes = tiers(most) if executor.launched else None
+        gathering = Gathering(Sources(config.sources, vocab_size), most, config.deepest, sizes)
         self.drafting = Drafting(geometry.shape, config.page_size, drafts is not None, gathering, executor.launched)
         self.head = None if drafts is None else Head(drafts, self.drafting, self.observers)
         self.pages = Pages(pool, config, geometry, executor.copy, drafts is not None)
-        trees = drafts is not None or gathering is not None
-        rows = geometry.max_batch * (geometry.shape.draft_tokens if trees else 1)
+        rows = geometry.max_batch * most
         self.scored_rows = min(max(rows, _LEAST_SCORED), _MOST_SCORED)
         self._flight: Flight | None = None
         self._collected: list[Passed] = []  # results that no caller has received yet
@@ -72,7 +69,7 @@ class Runner:
 
     def calibrate(self) -> None:
         """Measure the passes for the cost model, if one decides (some hundred milliseconds at worst)."""
-        if (self.head is not None or self.drafting.gathering is not None) and self.config.adaptive:
+        if self.drafting.drafts and self.config.adaptive:
             self.drafting.price(self.executor.policy(self.pages))
 
     def admit(self, request: Request) -> None:
@@ -218,20 +215,18 @@ class Runner:
             self.abandon()
         finally:
             try:
-                if self.drafting.gathering is not None:
-                    self.drafting.gathering.close()
+                self.drafting.gathering.close()
             finally:
                 self.executor.close()
             self.warn()
 
     def draft_bytes(self) -> int:
         """Return the bytes of memory that the sources of drafts report to hold."""
-        return 0 if self.drafting.gathering is None else self.drafting.gathering.sources.bytes()
+        return self.drafting.gathering.sources.bytes()
 
     def warn(self) -> None:
         """Warn the user of drafters that have failed. No pass runs now, so a warning may raise."""
-        if self.drafting.gathering is not None:
-            self.drafting.gathering.sources.warn()
+        self.drafting.gathering.sources.warn()
 
     def _news(self) -> list[Passed]:
         news, self._collected = self._collected, []
@@ -391,7 +386,7 @@ class Runner:
         if not wanted:
             return {}
         hosted, gathering = plan.trees, self.drafting.gathering
-        if hosted is None or gathering is None:
+        if hosted is None:
             return dict(zip(wanted, trees_of(verified.trees, wanted, paths, HEAD), strict=True))
         if plan.united:
             found = traced(verified, [hosted.drafts[row] for row in rows], wanted, paths, gathering.names)
