@@ -278,10 +278,13 @@ class Drafting:
         for p, nodes in zip(passed, sizes, strict=True):
             p.request.proposed += nodes - 1
             p.request.drafting_rounds += nodes > 1
-        if not self.policy.costs.free:
+        free = self.policy.costs.free
+        if not free:
             self._observe_costs(outcome)
-            if not any(p.request.error is not None for p in passed):  # a walk cut short says nothing of drafts
+        if not any(p.request.error is not None for p in passed):  # a walk cut short says nothing of drafts
+            if not free or plan.trees is not None:
                 self._observe_head(outcome)
+            if not free:
                 self._book(outcome, sizes)
         self._batch = len(passed)
         # This comes last, because a user's code may be interrupted.

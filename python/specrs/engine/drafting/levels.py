@@ -117,4 +117,4 @@ def best_levels(
         choices.append((levels, expected, seconds))
         if levels >= deepest:
             break
-    return max(choices, key=lambda choice: choice[1] / choice[2])
+    return max(choices, key=lambda choice: (choice[1] / choice[2], choice[0]))  # of equal ones, the deepest
