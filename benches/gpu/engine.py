@@ -42,13 +42,23 @@ from common import commit, versions
 from driver_calls import driver_calls
 from specrs import LLM, device
 from specrs import _specrs as core
+from specrs._specrs import SpecrsError
 from specrs.engine.devices.memory_plan import Head
 from specrs.measuring import shapes
-from specrs.measuring.cases import stated_beside, usual_tree
+from specrs.measuring.cases import check_room, stated_beside, usual_tree
 from specrs.measuring.floors import Reads
 from specrs.measuring.kernels import attach, kernels, reason
 from specrs.measuring.machine import driver
-from specrs.measuring.rounds import add, random_prompts, rounds, steady, timed, under_way, written
+from specrs.measuring.rounds import (
+    add,
+    count_beside_prompts,
+    random_prompts,
+    rounds,
+    steady,
+    timed,
+    under_way,
+    written,
+)
 from specrs.measuring.shapes import SHAPES, RandomCheckpoint, draw_weights, shape_config
 from specrs.models import Eagle3Head, ModelConfig
 
@@ -76,11 +86,11 @@ def in_turns(
     engines: dict[str, LLM], prompts: list[list[int]], count: int
 ) -> tuple[dict[str, list[list[int]]], dict[str, float]]:
     """Run the engines in turns, and return for each of them the tokens of each request and the median seconds of a
-    round."""
+    round of all requests."""
     ids: dict[str, list[int]] = {}
     tokens: dict[str, dict[int, list[int]]] = {name: {} for name in engines}
     for name, llm in engines.items():
-        ids[name] = add(llm, prompts, count)
+        ids[name] = add(llm, prompts, count_beside_prompts(prompts, count))
         while not written(llm):
             timed(llm, tokens[name])
     seconds: dict[str, list[float]] = {name: [] for name in engines}
@@ -88,7 +98,9 @@ def in_turns(
     while any(llm.unfinished for llm in engines.values()):
         for name in order:
             if engines[name].unfinished:
-                seconds[name].append(timed(engines[name], tokens[name]))
+                took = timed(engines[name], tokens[name])
+                if engines[name].unfinished == len(prompts):
+                    seconds[name].append(took)
         order.reverse()  # neither always comes after the other
     found = {name: [tokens[name][i] for i in ids[name]] for name in engines}
     return found, {name: statistics.median(s[1:-1] or s) for name, s in seconds.items()}
@@ -246,6 +258,34 @@ def beside(llm: LLM) -> int:
     return torch.cuda.memory_reserved() + owned - RandomCheckpoint.bytes - sum(c.tensor.nbytes for c in caches)
 
 
+def measured(models_: tuple[Path, Path], batch: int, context: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Steady plain rounds and rounds with a tree, one engine after the other, and what memory each holds."""
+    prompts, options, usual = prepared(batch, context, args.rounds, args.graphs)
+    tree = args.tree or usual
+    row: dict[str, Any] = {"batch": batch, "context": context, "tree": tree}
+    outputs = []
+    for name, extra in (("plain", {"speculative": False}), ("speculative", {"tree": tree})):
+        collect()
+        try:
+            with LLM(*models_, **options, **extra) as llm:
+                check_room(llm, batch, context, count_beside_prompts(prompts, args.rounds))
+                rounds(llm, [p[:64] for p in prompts], args.rounds)  # makes the rounds' graphs
+                tokens, figures = steady(llm, prompts, args.rounds)
+                before = torch.cuda.memory_reserved()
+                rounds(llm, [p[:64] for p in prompts], args.rounds)
+                row[f"{name}_ms"] = figures["step_ms"]
+                row[f"{name}_grown_bytes"] = torch.cuda.memory_reserved() - before
+                row[f"{name}_stated_bytes"], row[f"{name}_beside_bytes"] = stated_beside(llm), beside(llm)
+        except SpecrsError as error:  # the other cases stay
+            return row | {"error": reason(error)}
+        outputs.append(tokens)
+    # Yield of the round with drafts that are accepted so far.
+    row["tokens_per_second_at_4"] = round(batch * 4e3 / row["speculative_ms"], 1)
+    return row | {
+        "same_tokens": outputs[0] == outputs[1], "ratio": round(row["speculative_ms"] / row["plain_ms"], 2)
+    }  # fmt: skip
+
+
 def main() -> None:
     """Measure every case, print and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -289,25 +329,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         target, draft = directories(Path(folder), args.layers)
         for batch, context in listed(args.cases):
-            prompts, options, usual = prepared(batch, context, args.rounds, args.graphs)
-            tree = args.tree or usual
-            row: dict[str, Any] = {"batch": batch, "context": context, "tree": tree}
-            outputs = []
-            for name, extra in (("plain", {"speculative": False}), ("speculative", {"tree": tree})):
-                collect()
-                with LLM(target, draft, **options, **extra) as llm:
-                    rounds(llm, [p[:64] for p in prompts], args.rounds)  # makes the rounds' graphs
-                    tokens, figures = steady(llm, prompts, args.rounds)
-                    before = torch.cuda.memory_reserved()
-                    rounds(llm, [p[:64] for p in prompts], args.rounds)
-                    row[f"{name}_ms"] = figures["step_ms"]
-                    row[f"{name}_grown_bytes"] = torch.cuda.memory_reserved() - before
-                    row[f"{name}_stated_bytes"], row[f"{name}_beside_bytes"] = stated_beside(llm), beside(llm)
-                outputs.append(tokens)
-            # Yield of the round with drafts that are accepted so far.
-            row["tokens_per_second_at_4"] = round(batch * 4e3 / row["speculative_ms"], 1)
-            row |= {"same_tokens": outputs[0] == outputs[1], "ratio": round(row["speculative_ms"] / row["plain_ms"], 2)}
-            keep(cases, row)
+            keep(cases, measured((target, draft), batch, context, args))
         for batch, context in listed(args.levels):
             keep(at_levels, levels((target, draft), batch, context, 2 * args.rounds))
         for batch, context in listed(args.exactness):

@@ -52,6 +52,22 @@ def usual_tree(batch: int) -> Tree:
     return next((tree for most, tree in TREES.items() if batch <= most), TREES[64])
 
 
+def check_room(llm: LLM, batch: int, context: int, tokens: int) -> None:
+    """Check that the pool holds a whole batch at once.
+
+    Args:
+        tokens: tokens that each request may get behind a prompt of ``context``.
+
+    Raises:
+        ConfigError: some requests would wait for others to end.
+    """
+    have, need = (llm.config.num_pages or 0) * llm.config.page_size, batch * (context + tokens)
+    if have < need:
+        raise ConfigError(
+            f"batch = {batch}, context = {context}: needs KV of {need} tokens, the memory that is free holds {have}"
+        )
+
+
 @dataclass(frozen=True)
 class Subject:
     """A model that is measured, on its device.
@@ -138,13 +154,11 @@ class Subject:
             max_context_len=case.context + case.tokens, prefill_chunk=CHUNK, prefix_cache=False, page_size=PAGE,
             graphs=graphs, progress=False, **more,
         )  # fmt: skip
-        have, need = (llm.config.num_pages or 0) * PAGE, case.batch * (case.context + case.tokens)
-        if have < need:
+        try:
+            check_room(llm, case.batch, case.context, case.tokens)
+        except ConfigError:
             llm.close()
-            raise ConfigError(
-                f"batch = {case.batch}, context = {case.context}: needs KV of {need} tokens, the memory that is free "
-                f"holds {have}"
-            )
+            raise
         return llm
 
 
