@@ -6,9 +6,10 @@ makes the bundle with sglang, `peer_sglang/worker.py` runs it.
 
 Drafts of random weights are never accepted, so both engines are told what to accept: ``--accept`` tokens a round, by
 sglang's ``SGLANG_SIMULATE_ACC_LEN`` and by `accepting` here. Verification runs as ever in both. What `accepting` adds
-to a round, eleven small kernels, counts as specrs's.
+to a round, ten small kernels and copies, counts as specrs's.
 
-A ratio is sglang's milliseconds a round over specrs's, by medians; of sglang's backends the fastest one counts. A JSON
+A ratio is sglang's milliseconds a round over specrs's, by medians; of sglang's backends the fastest one counts.
+``read_bytes`` is what a round has to read: weights once a pass, keys and values of every request. A JSON
 file that exists is continued, so that parts may run in several calls on one machine. ``kernels`` is the part that tells
 the GPU time of specrs's rounds by kernel; it comes last, since a profiler slows what runs beside it.
 
@@ -39,11 +40,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import commit, versions
 from gpu.peer_sglang.worker import MARK
 from specrs import _specrs as core
+from specrs.engine.devices.memory_plan import Head
 from specrs.measuring.cases import TURNS, Case, Subject, Tree
+from specrs.measuring.floors import Reads
 from specrs.measuring.kernels import attach, kernels, reason
 from specrs.measuring.machine import driver
 from specrs.measuring.rounds import Steady, random_prompts, rounds
 from specrs.measuring.shapes import directories, random_weights, shape_config
+from specrs.models import Eagle3Head, ModelConfig
 
 WORKER = Path(__file__).with_name("peer_sglang") / "worker.py"
 KINDS: dict[str, Tree | None] = {"plain": None, "tree": (8, 6, 64), "chain": (1, 7, 8)}
@@ -212,7 +216,15 @@ def run(command: list[str], environment: dict[str, str], log: Path, until: float
         child.wait()
 
 
-def table(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def reads_of(layers: int) -> Reads:
+    """Bytes that passes of the shape and its head read."""
+    with tempfile.TemporaryDirectory() as folder, random_weights():
+        target, draft = directories(Path(folder), shape_config("llama-3.1-8b", layers))
+        sizes = ModelConfig.from_directory(target)
+        return Reads.of(sizes, Head(*Eagle3Head.check(draft, sizes)))
+
+
+def table(parts: list[dict[str, Any]], reads: Reads) -> list[dict[str, Any]]:
     """A row for each kind and case that both engines ran: milliseconds, sglang's fastest backend, and the ratio."""
     ours: dict[tuple[str, int, int], list[float]] = {}
     theirs: dict[tuple[str, int, int], dict[str, float]] = {}
@@ -227,10 +239,12 @@ def table(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for key in sorted(ours.keys() & theirs.keys(), key=lambda k: (list(KINDS).index(k[0]), k[1:])):
         (kind, batch, context), ms = key, statistics.median(ours[key])
         backend = min(theirs[key], key=lambda name: theirs[key][name])
+        tree = KINDS[kind]
+        read = reads.plain(batch, context) if tree is None else reads.tree(batch, context, tree[1])
         out.append({
             "kind": kind, "batch": batch, "context": context, "specrs_ms": round(ms, 4),
             "sglang_ms": theirs[key][backend], "backend": backend, "ratio": round(theirs[key][backend] / ms, 4),
-            "goal": GOALS[kind],
+            "goal": GOALS[kind], "read_bytes": read,
         })  # fmt: skip
     return out
 
@@ -271,7 +285,7 @@ def main() -> None:
         return
     if args.json is None or (args.bundle is None and ":" in args.parts):
         parser.error("--json, and --bundle for parts of sglang, are needed")
-    until, result = time.time() + args.seconds, begun(args)
+    until, result, reads = time.time() + args.seconds, begun(args), reads_of(args.layers)
     for i, part in enumerate(args.parts.split(",")):
         started, rows = time.time(), list[dict[str, Any]]()
         if until - started < 45:
@@ -282,7 +296,7 @@ def main() -> None:
         for row in run(*command_of(part, args), log, until):
             print(part, json.dumps(row)[:600], flush=True)
             rows.append(row)
-            result["table"] = table(result["parts"])
+            result["table"] = table(result["parts"], reads)
             args.json.write_text(json.dumps(result, indent=1) + "\n")
         result["parts"][-1]["seconds"] = round(time.time() - started, 1)
         args.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -15,6 +15,7 @@ import torch
 
 from gpu import peer_engine
 from gpu.peer_sglang import bundle, worker
+from specrs.measuring.floors import Reads
 
 STAND_INS = Path(bundle.__file__).with_name("stand_ins.py")
 
@@ -84,11 +85,13 @@ def test_the_fastest_backend_of_a_cell_counts_and_specrs_by_the_median_of_its_tu
         return {"part": part, "rows": [{"version": "0.5.14"}, {"batch": 1, "context": 1024, "ms": ms}]}
 
     parts = [ours(5.0), theirs("plain:fa3", 6.5), theirs("plain:triton", 6.0), theirs("tree:fa3", 12.0), ours(7.0)]
-    assert peer_engine.table(parts) == [
+    # A pass reads 10 bytes of weights and 1 of each token, the head's 2 and none; a tree has six passes of the head.
+    reads = Reads(target_weights=10, target_kv=1, head_weights=2, fusion=1, head_kv=0)
+    assert peer_engine.table(parts, reads) == [
         {"kind": "plain", "batch": 1, "context": 1024, "specrs_ms": 6.0, "sglang_ms": 6.0, "backend": "triton",
-         "ratio": 1.0, "goal": 1.1},
+         "ratio": 1.0, "goal": 1.1, "read_bytes": 1034},
         {"kind": "tree", "batch": 1, "context": 1024, "specrs_ms": 6.0, "sglang_ms": 12.0, "backend": "fa3",
-         "ratio": 2.0, "goal": 1.5},
+         "ratio": 2.0, "goal": 1.5, "read_bytes": 1047},
     ]  # fmt: skip
 
 
@@ -160,3 +163,8 @@ except ModuleNotFoundError:
         [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False
     )
     assert done.stdout == "absent\n", done.stderr
+
+
+def test_a_tree_reads_the_target_once_and_the_head_in_each_step() -> None:
+    reads = peer_engine.reads_of(32)
+    assert 15.0e9 < reads.plain(1, 0) < 15.1e9 and 0.6e9 < reads.head_weights < 0.8e9
