@@ -2,7 +2,9 @@
 
 Only config.json exists: weights are drawn on the device. Random drafts are never accepted, so a round yields one token,
 and what it yields per second says nothing; what is measured is how long a plain round and a speculative one take, their
-ratio (the tokens a round that would pay), whether both give the same tokens, and whether memory grows.
+ratio (the tokens a round that would pay), whether both give the same tokens, and whether memory grows. ``stated_bytes``
+is the budget of everything but weights and KV, counted before the first of it is allocated; ``beside_bytes`` what is
+held once every round has run (goal 14).
 
 ``exactness`` is goal 13: the same rounds by an engine whose products keep one class of bits for each weight, and by one
 whose products take the fastest algorithm of any class for each number of rows (`_DeviceProducts.without_contract`).
@@ -14,7 +16,7 @@ of CUDA that 8 steady steps make, counted apart from the timed steps) and ``kern
 kernel, profiled after everything that is timed, since a profiler slows whoever comes later).
 
     python benches/gpu/engine.py [--json FILE] [--layers 32] [--rounds 24] [--graphs off] [--cases 1x1024,16x8192,...]
-        [--levels 1x8192,...] [--no-kernels] [--exactness 1x1024,16x1024,...]
+        [--tree K,S,V] [--levels 1x8192,...] [--no-kernels] [--exactness 1x1024,16x1024,...]
 """
 
 from __future__ import annotations
@@ -40,13 +42,23 @@ from common import commit, versions
 from driver_calls import driver_calls
 from specrs import LLM, device
 from specrs import _specrs as core
+from specrs._specrs import SpecrsError
 from specrs.engine.devices.memory_plan import Head
 from specrs.measuring import shapes
-from specrs.measuring.cases import TREES
+from specrs.measuring.cases import check_room, stated_beside, usual_tree
 from specrs.measuring.floors import Reads
 from specrs.measuring.kernels import attach, kernels, reason
 from specrs.measuring.machine import driver
-from specrs.measuring.rounds import add, random_prompts, rounds, steady, timed, under_way, written
+from specrs.measuring.rounds import (
+    add,
+    count_beside_prompts,
+    random_prompts,
+    rounds,
+    steady,
+    timed,
+    under_way,
+    written,
+)
 from specrs.measuring.shapes import SHAPES, RandomCheckpoint, draw_weights, shape_config
 from specrs.models import Eagle3Head, ModelConfig
 
@@ -74,11 +86,11 @@ def in_turns(
     engines: dict[str, LLM], prompts: list[list[int]], count: int
 ) -> tuple[dict[str, list[list[int]]], dict[str, float]]:
     """Run the engines in turns, and return for each of them the tokens of each request and the median seconds of a
-    round."""
+    round of all requests."""
     ids: dict[str, list[int]] = {}
     tokens: dict[str, dict[int, list[int]]] = {name: {} for name in engines}
     for name, llm in engines.items():
-        ids[name] = add(llm, prompts, count)
+        ids[name] = add(llm, prompts, count_beside_prompts(prompts, count))
         while not written(llm):
             timed(llm, tokens[name])
     seconds: dict[str, list[float]] = {name: [] for name in engines}
@@ -86,7 +98,9 @@ def in_turns(
     while any(llm.unfinished for llm in engines.values()):
         for name in order:
             if engines[name].unfinished:
-                seconds[name].append(timed(engines[name], tokens[name]))
+                took = timed(engines[name], tokens[name])
+                if engines[name].unfinished == len(prompts):
+                    seconds[name].append(took)
         order.reverse()  # neither always comes after the other
     found = {name: [tokens[name][i] for i in ids[name]] for name in engines}
     return found, {name: statistics.median(s[1:-1] or s) for name, s in seconds.items()}
@@ -222,12 +236,18 @@ def prepared(
         "device": "cuda", "max_batch": batch, "max_context_len": context + count + batch * context // 2048 + 64,
         "prefill_chunk": 2048, "prefix_cache": False, "page_size": 16, "graphs": graphs,
     }  # fmt: skip
-    return prompts, options, next(t for most, t in sorted(TREES.items()) if batch <= most)
+    return prompts, options, usual_tree(batch)
 
 
 def listed(text: str) -> list[tuple[int, int]]:
     """Batches and contexts of ``1x1024,16x8192``."""
     return [(int(b), int(c)) for b, c in (case.split("x") for case in text.split(",") if case)]
+
+
+def tree_of(text: str) -> tuple[int, int, int]:
+    """The tree of ``8,6,64``."""
+    topk, steps, nodes = map(int, text.split(","))
+    return topk, steps, nodes
 
 
 def beside(llm: LLM) -> int:
@@ -238,6 +258,34 @@ def beside(llm: LLM) -> int:
     return torch.cuda.memory_reserved() + owned - RandomCheckpoint.bytes - sum(c.tensor.nbytes for c in caches)
 
 
+def measured(models_: tuple[Path, Path], batch: int, context: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Steady plain rounds and rounds with a tree, one engine after the other, and what memory each holds."""
+    prompts, options, usual = prepared(batch, context, args.rounds, args.graphs)
+    tree = args.tree or usual
+    row: dict[str, Any] = {"batch": batch, "context": context, "tree": tree}
+    outputs = []
+    for name, extra in (("plain", {"speculative": False}), ("speculative", {"tree": tree})):
+        collect()
+        try:
+            with LLM(*models_, **options, **extra) as llm:
+                check_room(llm, batch, context, count_beside_prompts(prompts, args.rounds))
+                rounds(llm, [p[:64] for p in prompts], args.rounds)  # makes the rounds' graphs
+                tokens, figures = steady(llm, prompts, args.rounds)
+                before = torch.cuda.memory_reserved()
+                rounds(llm, [p[:64] for p in prompts], args.rounds)
+                row[f"{name}_ms"] = figures["step_ms"]
+                row[f"{name}_grown_bytes"] = torch.cuda.memory_reserved() - before
+                row[f"{name}_stated_bytes"], row[f"{name}_beside_bytes"] = stated_beside(llm), beside(llm)
+        except SpecrsError as error:  # the other cases stay
+            return row | {"error": reason(error)}
+        outputs.append(tokens)
+    # Yield of the round with drafts that are accepted so far.
+    row["tokens_per_second_at_4"] = round(batch * 4e3 / row["speculative_ms"], 1)
+    return row | {
+        "same_tokens": outputs[0] == outputs[1], "ratio": round(row["speculative_ms"] / row["plain_ms"], 2)
+    }  # fmt: skip
+
+
 def main() -> None:
     """Measure every case, print and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -246,6 +294,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--graphs", default="round")
     parser.add_argument("--cases", default="1x1024,1x8192,1x32768,4x8192,16x1024,16x8192,64x1024,64x8192")
+    parser.add_argument("--tree", type=tree_of, metavar="K,S,V", help="tree of --cases (default: by batch)")
     parser.add_argument("--exactness", default="1x1024,16x1024,64x1024", help="cases of goal 13; '' for none")
     parser.add_argument("--levels", default="1x8192,16x1024,64x1024", help="cases at every graph level; '' for none")
     parser.add_argument("--no-kernels", action="store_true", help="do not profile the cases of --levels")
@@ -280,24 +329,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         target, draft = directories(Path(folder), args.layers)
         for batch, context in listed(args.cases):
-            prompts, options, tree = prepared(batch, context, args.rounds, args.graphs)
-            row: dict[str, Any] = {"batch": batch, "context": context, "tree": tree}
-            outputs = []
-            for name, extra in (("plain", {"speculative": False}), ("speculative", {"tree": tree})):
-                collect()
-                with LLM(target, draft, **options, **extra) as llm:
-                    tokens, seconds = rounds(llm, prompts, args.rounds)
-                    rounds(llm, [p[:64] for p in prompts], args.rounds)
-                    before = torch.cuda.memory_reserved()
-                    rounds(llm, [p[:64] for p in prompts], args.rounds)
-                    row[f"{name}_ms"] = round(seconds * 1e3, 3)
-                    row[f"{name}_grown_bytes"] = torch.cuda.memory_reserved() - before
-                    row[f"{name}_beside_bytes"] = beside(llm)
-                outputs.append(tokens)
-            # Yield of the round with drafts that are accepted so far.
-            row["tokens_per_second_at_4"] = round(batch * 4e3 / row["speculative_ms"], 1)
-            row |= {"same_tokens": outputs[0] == outputs[1], "ratio": round(row["speculative_ms"] / row["plain_ms"], 2)}
-            keep(cases, row)
+            keep(cases, measured((target, draft), batch, context, args))
         for batch, context in listed(args.levels):
             keep(at_levels, levels((target, draft), batch, context, 2 * args.rounds))
         for batch, context in listed(args.exactness):

@@ -29,6 +29,7 @@ from common import commit, versions
 from specrs import _specrs as core
 from specrs import device
 from specrs._specrs import Geometry, TreeShape
+from specrs.measuring.machine import driver
 from specrs.operands import AcceptArrays, BeamArrays, BuiltTrees, MoveArrays, PlanArrays, SamplerArrays
 
 SHAPE = TreeShape(8, 6, 64)
@@ -258,7 +259,8 @@ def main() -> None:
     device.init()
     result: dict[str, Any] = {
         "commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()), "device": torch.cuda.get_device_name(),
-        "versions": versions(), "tree": [SHAPE.topk, SHAPE.steps, SHAPE.draft_tokens], "length": LENGTH,
+        "driver": driver(), "versions": versions(), "length": LENGTH,
+        "tree": [SHAPE.topk, SHAPE.steps, SHAPE.draft_tokens],
         "vocabularies": [DRAFT_VOCAB, VOCAB], "metadata_launches": SHAPE.steps - 1 + 4, "batches": {}, "layer": {},
     }  # fmt: skip
     for name, run, cases in (("batches", batch_of, (1, 16, 64)), ("layer", products, (1, 16, 64, 128, 256))):

@@ -47,6 +47,27 @@ _PROMPTS = (
 )
 
 
+def usual_tree(batch: int) -> Tree:
+    """Return the tree that a GPU's rounds of so many requests are measured with."""
+    return next((tree for most, tree in TREES.items() if batch <= most), TREES[64])
+
+
+def check_room(llm: LLM, batch: int, context: int, tokens: int) -> None:
+    """Check that the pool holds a whole batch at once.
+
+    Args:
+        tokens: tokens that each request may get behind a prompt of ``context``.
+
+    Raises:
+        ConfigError: some requests would wait for others to end.
+    """
+    have, need = (llm.config.num_pages or 0) * llm.config.page_size, batch * (context + tokens)
+    if have < need:
+        raise ConfigError(
+            f"batch = {batch}, context = {context}: needs KV of {need} tokens, the memory that is free holds {have}"
+        )
+
+
 @dataclass(frozen=True)
 class Subject:
     """A model that is measured, on its device.
@@ -133,13 +154,11 @@ class Subject:
             max_context_len=case.context + case.tokens, prefill_chunk=CHUNK, prefix_cache=False, page_size=PAGE,
             graphs=graphs, progress=False, **more,
         )  # fmt: skip
-        have, need = (llm.config.num_pages or 0) * PAGE, case.batch * (case.context + case.tokens)
-        if have < need:
+        try:
+            check_room(llm, case.batch, case.context, case.tokens)
+        except ConfigError:
             llm.close()
-            raise ConfigError(
-                f"batch = {case.batch}, context = {case.context}: needs KV of {need} tokens, the memory that is free "
-                f"holds {have}"
-            )
+            raise
         return llm
 
 
@@ -193,7 +212,7 @@ def cases_of(
         elif subject.on_host:
             shape = HOST_TREE
         else:
-            shape = next((t for most, t in TREES.items() if batch <= most), TREES[64])
+            shape = usual_tree(batch)
         for context in contexts or ((256, 1024) if subject.on_host else (1024, 8192)):
             case = Case.of(batch, context, shape, counted)
             if context + case.tokens <= limit:
@@ -349,8 +368,14 @@ def memory_of(subject: Subject, case: Case, llm: LLM) -> dict[str, int | None]:
         kv += cache_bytes(subject.head.config, 1, pages, PAGE, llm.config.kv_dtype)
     if llm.budget is None:
         return {"weights": subject.weight_bytes, "kv_per_request": kv, "other": None}
-    weights = sum(size for name, size in llm.budget.lines if name.startswith("weights "))
-    return {"weights": weights, "kv_per_request": kv, "other": llm.budget.fixed - weights}
+    other = stated_beside(llm)
+    return {"weights": llm.budget.fixed - other, "kv_per_request": kv, "other": other}
+
+
+def stated_beside(llm: LLM) -> int:
+    """Bytes that an engine on a GPU has stated for everything but weights and KV."""
+    assert llm.budget is not None
+    return sum(size for name, size in llm.budget.lines if not name.startswith("weights "))
 
 
 def profiled_case(subject: Subject, case: Case) -> dict[str, Any]:

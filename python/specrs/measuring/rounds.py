@@ -59,17 +59,12 @@ def timed(llm: LLM, tokens: dict[int, list[int]]) -> float:
     return time.perf_counter() - started
 
 
-def rounds(llm: LLM, prompts: list[list[int]], count: int) -> tuple[list[list[int]], float]:
-    """Tokens of each request, and the median seconds of a step once all prompts are written."""
-    ids = add(llm, prompts, count)
-    tokens: dict[int, list[int]] = {}
-    seconds = []
+def rounds(llm: LLM, prompts: list[list[int]], count: int) -> None:
+    """Run requests of ``count`` tokens each, which makes the rounds' graphs."""
+    add(llm, prompts, count)
     while llm.unfinished:
-        whole = written(llm)
-        took = timed(llm, tokens)
-        if whole:
-            seconds.append(took)
-    return [tokens[i] for i in ids], statistics.median(seconds[1:-1] or seconds)
+        llm.step()
+    settle()
 
 
 @dataclasses.dataclass
@@ -185,10 +180,17 @@ class Steady:
             self._tokens[event.request_id] += event.token_ids
 
 
+def count_beside_prompts(prompts: list[list[int]], count: int) -> int:
+    """Tokens of a request that runs ``count`` rounds in a full batch.
+
+    Prompts are written in turn, while the first requests decode already: none may end before the last one begins.
+    """
+    return sum(map(len, prompts)) // CHUNK + count
+
+
 def steady(llm: LLM, prompts: list[list[int]], count: int) -> tuple[list[list[int]], dict[str, float]]:
     """Return tokens of each request, and `Steady.figures` of its rounds; only the engine waits for the device."""
-    # Prompts are written in turn, while the first requests decode already: none may end before the last one begins.
-    run = Steady(llm, prompts, sum(map(len, prompts)) // CHUNK + count)
+    run = Steady(llm, prompts, count_beside_prompts(prompts, count))
     run.turn()
     run.finish()
     return run.tokens, run.figures()
@@ -197,7 +199,7 @@ def steady(llm: LLM, prompts: list[list[int]], count: int) -> tuple[list[list[in
 @contextlib.contextmanager
 def under_way(llm: LLM, prompts: list[list[int]], count: int) -> Iterator[None]:
     """Requests that decode, all prompts written and the first rounds over; dropped behind the block."""
-    run = Steady(llm, prompts, sum(map(len, prompts)) // CHUNK + count)
+    run = Steady(llm, prompts, count_beside_prompts(prompts, count))
     try:
         for _ in range(4):
             llm.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -14,7 +15,7 @@ import torch
 from modelzoo import Pair, target_config, write_json
 from specrs import ConfigError, DeviceMemoryError
 from specrs.cli import main
-from specrs.engine.devices.memory_plan import Head
+from specrs.engine.devices.memory_plan import Budget, Head
 from specrs.measuring import cases, floors, report, shapes
 from specrs.measuring.rounds import EDGE, Steady
 from specrs.models import Eagle3Head, LlamaModel, ModelConfig, ops_for
@@ -110,6 +111,13 @@ tokens identical with drafts and without"""
     good.in_turns, good.same_tokens = False, False
     assert "one engine at a time" in found.text() and found.text().endswith("DIFFERENT with drafts and without")
     assert not found.identical
+
+
+def test_memory_beside_weights_is_what_the_other_lines_of_the_budget_state() -> None:
+    lines = (("weights of the target", 700), ("weights of the draft head", 50), ("activations", 30), ("logits", 4))
+    llm: Any = SimpleNamespace(budget=Budget(0, 10_000, lines, 8, 16))
+    assert cases.stated_beside(llm) == 34
+    assert [cases.usual_tree(batch) for batch in (1, 2, 64, 256)] == [(8, 6, 64), (4, 5, 24), (1, 2, 3), (1, 2, 3)]
 
 
 def test_answers_in_a_line() -> None:
