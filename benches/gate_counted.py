@@ -315,7 +315,7 @@ def steps() -> dict[str, Any]:
     """Gains of first requests on code, 64 tokens, by what a draft step has to bring (`chooser._WORTH`)."""
     rows: dict[str, Any] = {}
     real = chooser._WORTH
-    for worth in (1.25, 1.5, real, 2.5, 3.0):
+    for worth in (1.5, 2.0, real, 3.0, 3.5):
         chooser._WORTH = worth
         found = first_requests(Fresh(), [64], [0.0, 1.0])
         rows[f"{worth:g}"] = {name: row["ratio"] for name, row in found.items()}

@@ -106,8 +106,8 @@ def test_drafting_stops_where_a_step_costs_more_than_it_brings() -> None:
     assert not dear.deepen(1, 1, [(kind, [math.log(0.8)])])
     assert not cheap.deepen(1, 1, [(kind, [math.log(1e-4)])])
     # Every request of a batch pays for the pass, whether it drafts or not.
-    assert policy(step=0.3).deepen(4, 1, [(kind, [math.log(0.8)])] * 4)
-    assert not policy(step=0.3).deepen(4, 1, [(kind, [math.log(0.8)])])
+    assert policy(step=0.2).deepen(4, 1, [(kind, [math.log(0.8)])] * 4)
+    assert not policy(step=0.2).deepen(4, 1, [(kind, [math.log(0.8)])])
     assert not cheap.deepen(4, 1, [])
 
 

@@ -18,7 +18,7 @@ TAIL = 32
 """Positions that a head reads before its first draft, if it may begin anywhere. More positions cost more than they
 bring (part ``tails`` of `benches/results/gate.json`)."""
 _RISK = 0.7  # share of what a request may lose that one round may risk
-_WORTH = 2.0  # what a draft step has to bring, in tokens that plain decoding gives in its time (part ``steps`` there)
+_WORTH = 2.5  # what a draft step has to bring, in tokens that plain decoding gives in its time (part ``steps`` there)
 _LEARN = 0.05  # weight of a round in a running mean
 _COOL = 0.8  # temperature up to which sampling is near to greedy
 
