@@ -12,7 +12,7 @@ count for less. Beside that, the same requests are counted instead of timed (`ga
 not change, and the gate's arithmetic is simulated over a grid of costs and acceptance.
 
     python benches/bench_gate.py [--lengths 64,128,256,512] [--temperatures 0,1] [--timed 64,256] [--repeats 5]
-        [--fresh 1] [--name gate] [--parts counted,tails,steps,simulated,timed] [--cores 1]
+        [--fresh 1] [--name gate] [--parts counted,tails,yields,simulated,timed] [--cores 1]
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from common import RESULTS, commit, write_result
-from gate_counted import counted, steps, tails
+from gate_counted import counted, tails, yields
 from gate_simulation import simulate
 from gate_texts import KINDS
 from in_step import in_step
@@ -33,7 +33,7 @@ from specrs import LLM, SamplingParams
 from specrs import _specrs as core
 
 GRID = {
-    "steps": (0.05, 0.1, 0.2, 0.4),
+    "yields": (0.05, 0.1, 0.2, 0.4),
     "growths": (0.02, 0.06, 0.12),
     "chances": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
     "lengths": (64, 128, 256, 512),
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--fresh", type=int, default=1, help="0 leaves the fresh engines out")
     parser.add_argument("--name", default="gate", help="of the file in benches/results")
     parser.add_argument(
-        "--parts", default="counted,tails,steps,simulated,timed", help="what to run; the others' figures stay"
+        "--parts", default="counted,tails,yields,simulated,timed", help="what to run; the others' figures stay"
     )
     parser.add_argument("--cores", type=int, default=1, help="of the counted part")
     parser.add_argument("--timed", help="lengths to time (default: all)")
@@ -95,14 +95,14 @@ def main() -> None:
     parts, path = args.parts.split(","), RESULTS / f"{args.name}.json"
     before = json.loads(path.read_text()) if path.exists() else {}
     result: dict[str, Any] = {"goal": 12, "threads": 1}
-    result |= {part: before[part] for part in ("counted", "tails", "steps", "simulated", "timed") if part in before}
+    result |= {part: before[part] for part in ("counted", "tails", "yields", "simulated", "timed") if part in before}
     if "counted" in parts:
         result["counted"] = {"commit": commit(), **counted(lengths, temperatures, args.cores)}
         print(f"worst: counted {result['counted']['worst']}")
     if "tails" in parts:
         result["tails"] = {"commit": commit(), **tails()}
-    if "steps" in parts:
-        result["steps"] = {"commit": commit(), **steps()}
+    if "yields" in parts:
+        result["yields"] = {"commit": commit(), **yields()}
     if "simulated" in parts:
         grid = simulate(**GRID) + simulate(**BATCHES)
         worst = min(grid, key=lambda r: r["mean"])

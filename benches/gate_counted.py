@@ -311,16 +311,16 @@ def tails(kinds: Sequence[str] = ("c", "python", "json", "sql", "mixed", "cjk"))
     return rows
 
 
-def steps() -> dict[str, Any]:
-    """Gains of first requests on code, 64 tokens, by what a draft step has to bring (`chooser._WORTH`)."""
+def yields() -> dict[str, Any]:
+    """Gains of first requests on code, 64 tokens, by the share of a level's chance that the next one keeps."""
     rows: dict[str, Any] = {}
-    real = chooser._WORTH
-    for worth in (1.5, 2.0, real, 3.0, 3.5):
-        chooser._WORTH = worth
+    real = chooser._YIELD
+    for share in (0.55, 0.65, real, 0.85, 1.0):
+        chooser._YIELD = share
         found = first_requests(Fresh(), [64], [0.0, 1.0])
-        rows[f"{worth:g}"] = {name: row["ratio"] for name, row in found.items()}
-        print(f"steps: {worth:g}: {rows[f'{worth:g}']}", flush=True)
-    chooser._WORTH = real
+        rows[f"{share:g}"] = {name: row["ratio"] for name, row in found.items()}
+        print(f"yields: {share:g}: {rows[f'{share:g}']}", flush=True)
+    chooser._YIELD = real
     return rows
 
 

@@ -110,13 +110,14 @@ def _round(p: Engine, live: Sequence[Simulated], rng: random.Random, claims: Seq
     """One round of a batch."""
     batch, costs, plain, kind = len(live), p.costs, p.costs.plain(len(live)), p.kind(1.0)
     drafting = [_pays(p, r, batch) for r in live]
-    able = sum(drafting)
-    if 0 < able < batch:
-        share = p.least_loss(batch, able)
-        rooms = [
-            r.account.room(batch) - p.resuming(r.lag, batch) for r, drafts in zip(live, drafting, strict=True) if drafts
-        ]
-        drafting = [drafts and min(rooms) >= share for drafts in drafting]
+    rooms = {
+        i: r.account.room(batch) - p.resuming(r.lag, batch)
+        for i, (r, able) in enumerate(zip(live, drafting, strict=True))
+        if able
+    }
+    while rooms and min(rooms.values()) < p.least_loss(batch, len(rooms)) - 1e-9:
+        del rooms[min(rooms, key=rooms.__getitem__)]
+    drafting = [i in rooms for i in range(batch)]
     for r, drafts in zip(live, drafting, strict=True):
         if drafts and r.lag:
             waited = p.resuming(r.lag, batch)
@@ -139,6 +140,7 @@ def _round(p: Engine, live: Sequence[Simulated], rng: random.Random, claims: Seq
     drawn = {
         id(r): next((i for i in range(n) if rng.random() >= r.chance), n) for r, n in zip(some, nodes, strict=True)
     }
+    gain = (batch + sum(drawn.values())) / batch / (seconds / plain)
     wins: list[float] = []
     for r in live:
         accepted = min(drawn.get(id(r), 0), r.ends - r.produced - 1)  # tokens after the end won nothing
@@ -146,7 +148,7 @@ def _round(p: Engine, live: Sequence[Simulated], rng: random.Random, claims: Seq
         done.tokens += accepted + 1
         if id(r) in drawn:
             wins.append(accepted)
-            kind.learn(claims[: nodes[some.index(r)]], drawn[id(r)])
+            kind.learn(claims[: nodes[some.index(r)]], drawn[id(r)], gain)
             p.calibration.grade([chain], [*range(drawn[id(r)]), _DEPTH])
             r.lag, r.rounds = 0, r.rounds + 1
         else:
@@ -180,7 +182,7 @@ def begin(
         prompt: tokens of its prompt.
     """
     account = p.account(1.0, tokens)
-    follows = p.follows(account, batch, prompt)
+    follows = p.follows(account, batch, tokens, prompt)
     if follows:
         account.engine.pay(p.entering(prompt, batch) / batch)
     return Simulated(account, tokens, chance, tokens if ends is None else ends, follows=follows)

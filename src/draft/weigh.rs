@@ -74,7 +74,7 @@ pub struct ChosenTrees {
 }
 
 impl ChosenTrees {
-    /// Whole trees, where nobody knows what a round costs.
+    /// Whole trees, where nodes cost nothing.
     pub fn all(trees: Vec<MergedDrafts>) -> Self {
         let drafted: f64 = trees.iter().flat_map(drafts).map(f64::exp).sum();
         Self { tokens: trees.len() as f64 + drafted, trees, seconds: 0.0 }

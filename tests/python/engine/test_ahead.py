@@ -49,7 +49,8 @@ class Launched(Drafting):
         for p in passed:
             p.request.drafting_rounds += plan.drafts
         self._observe_costs(outcome)
-        self._observe_head(outcome)
+        if any(outcome.head):
+            self._observe_head(outcome, self._shares(outcome))
         self._book(outcome, [1] * len(passed) if trees is None else trees.sizes)
         self._batch = len(passed)
 
@@ -322,6 +323,28 @@ def test_a_round_behind_waits_where_some_of_a_batch_cannot_pay() -> None:
     assert speculation.behind(plan, side) is None  # type: ignore[arg-type]
 
 
+def test_the_poorest_are_left_out_of_a_round_that_others_can_pay() -> None:
+    """Two of a batch never draft, so that a share is more than one of the others has."""
+    speculation, side = tree(), Side([request(i) for i in range(5)])
+    for r in side[3:]:
+        r.head.followed = False
+    for left, drafts in ((0.1, False), (0.4, False), (9.0, True)):
+        for r, own in zip(side, (16.0, 16.0, left), strict=False):
+            account = speculation.account(r)
+            account.request.left, account.drafts_from, account.engine.left = own, 0.0, 16.0
+        plan = speculation.plan(side)  # type: ignore[arg-type]
+        assert plan.head == [True, True, drafts, False, False], left
+    speculation.start(plan)
+    for r in side[:3]:
+        speculation.account(r).request.left = 0.4
+        speculation.account(r).drafts_from = 0.0
+    assert speculation.plan(side).head is None, "a share that nobody has"  # type: ignore[arg-type]
+    plain = RoundPlan(side)  # type: ignore[arg-type]
+    for r in side[:3]:
+        speculation.account(r).drafts_from = 0.0
+    assert speculation.behind(plain, side) is plain, "they save, while plain rounds run ahead"  # type: ignore[arg-type]
+
+
 def test_rounds_of_the_hosts_trees_are_no_others() -> None:
     speculation, r = tree(), request(0)
     overhead, hosted = speculation.policy.costs.overhead, SimpleNamespace(drafts=[[0, 1, 1]], seconds=PLAIN_SECONDS)
@@ -392,7 +415,7 @@ def test_others_draft_alone_where_the_heads_passes_add_little() -> None:
     assert speculation._prefers_others(batch, [True], others(30.0, nodes=32)), "a sure chain of 32"
     # The others are as good as the head alone, but both together are better.
     kind = speculation.policy.kind(0.0)
-    kind.levels[:] = [0.8] * SHAPE.steps
+    kind.gain, kind.levels[:] = 2.0, [0.8] * SHAPE.steps
     assert not speculation._prefers_others(batch, [True], others(2.05))
     assert speculation.joins_others(batch, [True], others(2.05))
 

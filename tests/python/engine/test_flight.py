@@ -537,7 +537,6 @@ def test_levels_change_within_a_flight(world: World, level: Level, monkeypatch: 
     monkeypatch.setattr(drafting, "_best", lambda *_: (rng.choice([1, 2, 5]), 1.0, 1.0))
     monkeypatch.setattr(policy, "follows", lambda *_: True)
     monkeypatch.setattr(policy, "wait", lambda *_: rng.choice([0.0, 1.0, 6.0]))
-    monkeypatch.setattr(llm._runner.drafting, "_share", lambda *_: True)
     monkeypatch.setattr(policy, "least_loss", lambda *_: rng.choice([-inf, -inf, -inf, inf]))
     for _ in range(4):
         job = work(rng, 8, penalties=0.0)
@@ -558,7 +557,7 @@ def test_requests_that_stop_drafting_fly_on_and_come_back(
     policy.tail = 5
     monkeypatch.setattr(policy, "follows", lambda *_: True)
     monkeypatch.setattr(policy, "wait", lambda *_: rng.choice([0.0, 1.0, 6.0]))
-    monkeypatch.setattr(llm._runner.drafting, "_share", lambda *_: True)
+    monkeypatch.setattr(policy, "least_loss", lambda *_: -math.inf)
     for _ in range(4):
         job = work(rng, 8, penalties=0.0)
         check(world, job, run(llm, job))

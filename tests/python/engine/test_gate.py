@@ -77,7 +77,7 @@ def decide(monkeypatch: pytest.MonkeyPatch, llm: LLM, follows: bool, wait: float
     """The head follows every request, or none, and each of their rounds is as said."""
     monkeypatch.setattr(policy_of(llm), "follows", lambda *_: follows)
     monkeypatch.setattr(policy_of(llm), "wait", lambda *_: wait)
-    monkeypatch.setattr(llm._runner.drafting, "_share", lambda *_: True)
+    monkeypatch.setattr(policy_of(llm), "least_loss", lambda *_: -math.inf)
     monkeypatch.setattr(policy_of(llm), "deepen", lambda *_: True)
     gathering = llm._runner.drafting.gathering
     choosing(gathering, len, monkeypatch)

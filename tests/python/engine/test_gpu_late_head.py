@@ -54,8 +54,8 @@ class Run:
         enter = drafts._enter
         policy.tail = TAIL
         monkeypatch.setattr(policy, "follows", lambda *_: True)
+        monkeypatch.setattr(policy, "least_loss", lambda *_: -math.inf)
         monkeypatch.setattr(policy, "wait", lambda *_: rng.choice([0.0, 0.0, 1.0, 4.0, 9.0]))
-        monkeypatch.setattr(drafting, "_share", lambda *_: True)
         monkeypatch.setattr(drafting, "behind", lambda plan, _: plan if rng.random() < 0.7 else None)
         from_dlpack(drafts.cache.tensor).fill_(math.nan)
 

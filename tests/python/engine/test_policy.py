@@ -106,8 +106,8 @@ def test_drafting_stops_where_a_step_costs_more_than_it_brings() -> None:
     assert not dear.deepen(1, 1, [(kind, [math.log(0.8)])])
     assert not cheap.deepen(1, 1, [(kind, [math.log(1e-4)])])
     # Every request of a batch pays for the pass, whether it drafts or not.
-    assert policy(step=0.2).deepen(4, 1, [(kind, [math.log(0.8)])] * 4)
-    assert not policy(step=0.2).deepen(4, 1, [(kind, [math.log(0.8)])])
+    assert policy(step=0.3).deepen(4, 1, [(kind, [math.log(0.8)])] * 4)
+    assert not policy(step=0.3).deepen(4, 1, [(kind, [math.log(0.8)])])
     assert not cheap.deepen(4, 1, [])
 
 
@@ -121,8 +121,9 @@ def test_chances_are_learned_by_kind() -> None:
                 # Accepted counts are whole numbers whose mean is what this temper predicts.
                 mean = sum(math.exp(true * s) for s in scores)
                 accepted = math.floor(mean * (i + 1)) - math.floor(mean * i)
-                p.kinds[2 * sampled].learn(scores, accepted)
+                p.kinds[2 * sampled].learn(scores, accepted, 1.5 + sampled)
         assert [p.kinds[i].temper for i in (0, 2)] == pytest.approx(temper, abs=0.1)
+    assert [p.kinds[0].gain, p.kinds[2].gain] == pytest.approx((1.5, 2.5), abs=0.01)
 
 
 MACHINES = {"rows are cheap": (0.1, 0.03), "rows are dear": (0.15, 0.12), "drafts are dear": (0.4, 0.05)}
@@ -286,17 +287,18 @@ def test_no_round_risks_all_that_may_be_lost() -> None:
             assert lost == pytest.approx(max(p.least_loss(batch, batch), 0.7 * room), rel=1e-6)
 
 
-def test_a_request_is_followed_where_both_buckets_can_pay() -> None:
+def test_a_request_is_followed_where_both_buckets_can_pay_and_its_length_may_win_it_back() -> None:
     def first(p: Engine, tokens: int, prompt: int, batch: int = 1) -> bool:
-        return p.follows(p.account(0.0, tokens), batch, prompt)
+        return p.follows(p.account(0.0, tokens), batch, tokens, prompt)
 
     assert first(policy(), 16, 0) and first(policy(), 160, 50) and first(policy(), 10**6, 0)
     assert not first(policy(), 160, 10_000), "a prompt whose draft KV the engine does not pay"
     assert not first(policy(), 4, 0), "an answer whose bucket holds no round"
+    assert not first(policy(), 10, 900) and first(policy(), 160, 900), "an answer that cannot win its draft KV back"
     p = policy()
     p.kinds[0].bucket.pay(ENGINE)
     assert not first(p, 160, 0)
-    assert p.follows(p.account(1.0, 160), 1, 0), "kinds have buckets of their own"
+    assert p.follows(p.account(1.0, 160), 1, 160, 0), "kinds have buckets of their own"
 
 
 def test_a_head_is_taken_for_what_its_file_says() -> None:
@@ -324,6 +326,6 @@ def test_a_head_that_may_begin_anywhere_comes_back() -> None:
 
 def test_a_head_that_may_begin_anywhere_follows_long_prompts() -> None:
     p = policy()
-    assert not p.follows(p.account(0.0, 160), 1, 100_000)
+    assert not p.follows(p.account(0.0, 160), 1, 160, 100_000)
     p.tail = TAIL
-    assert p.follows(p.account(0.0, 160), 1, 100_000)
+    assert p.follows(p.account(0.0, 160), 1, 160, 100_000)

@@ -4,7 +4,7 @@ From the second round of a batch on, the host does not know the lengths of seque
 device, pages are leased for the most positions that rounds can take, and the host reads tokens from mapped memory as
 they come.
 
-If somebody looks on between draft steps (a recorder, or a cost model that goes by scores), the host drafts step by
+If a recorder looks on between draft steps, or the host merges other drafts into a fixed tree, the host drafts step by
 step, as `HostExecutor` does on any device. Its trees then enter a round at verification. The host plans prefill.
 """
 

@@ -18,7 +18,7 @@ TAIL = 32
 """Positions that a head reads before its first draft, if it may begin anywhere. More positions cost more than they
 bring (part ``tails`` of `benches/results/gate.json`)."""
 _RISK = 0.7  # share of what a request may lose that one round may risk
-_WORTH = 2.5  # what a draft step has to bring, in tokens that plain decoding gives in its time (part ``steps`` there)
+_YIELD = 0.75  # share of a level's chance that the next level keeps (part ``yields`` there)
 _LEARN = 0.05  # weight of a round in a running mean
 _COOL = 0.8  # temperature up to which sampling is near to greedy
 
@@ -32,11 +32,13 @@ class Kind:
             which a draft of the level above is. Before a round nobody sees a node's probability, so levels tell what
             the head's drafts may bring.
         temper: the head's drafts are expected to be accepted with the probability that it gives them, to this power.
+        gain: smoothed ratio of the token rate of rounds with drafts to that of plain rounds.
         bucket: the plain rounds that all requests of the kind may still lose to drafts together.
     """
 
     levels: list[float] = field(default_factory=list)
     temper: float = 1.0
+    gain: float = 1.5
     bucket: TokenBucket = field(default_factory=lambda: TokenBucket(ENGINE))
 
     @classmethod
@@ -53,8 +55,10 @@ class Kind:
         """Return the probability that a node of this cumulative log-probability is accepted."""
         return math.exp(self.temper * score)
 
-    def learn(self, scores: Sequence[float], accepted: int) -> None:
-        """Calibrate by a verified tree: its nodes' scores, and how many were accepted."""
+    def learn(self, scores: Sequence[float], accepted: int, gain: float) -> None:
+        """Calibrate by a verified tree: its nodes' scores, how many were accepted, and the round's gain over plain
+        ones."""
+        self.gain += _LEARN * (min(gain, 8.0) - self.gain)
         chances = [self.chance(s) for s in scores]
         slope = -sum(s * c for s, c in zip(scores, chances, strict=True))
         # This is a small step of Newton's method towards the temper whose chances sum to the accepted number.
@@ -72,7 +76,7 @@ class Share:
     """The head's part in a request's tree.
 
     Attributes:
-        scores: cumulative log-probabilities that the head gave its nodes, best first.
+        scores: cumulative log-probabilities that the head gave its nodes.
         accepted: number of accepted drafts of the head.
     """
 
@@ -117,17 +121,19 @@ class TreePolicy:
         own = math.inf if self.costs.free else request_bucket(tokens)
         return Account(self.kind(temperature).bucket, TokenBucket(own))
 
-    def follows(self, account: Account, batch: int, entries: int) -> bool:
+    def follows(self, account: Account, batch: int, remaining: int, entries: int) -> bool:
         """Return whether the head follows a request from its admission on: both buckets can pay for its first round.
 
         Args:
             account: account of the request.
             batch: number of requests that run together.
+            remaining: tokens that the request may still generate.
             entries: positions at the end of its prompt that have no draft KV.
         """
         least = self.least_loss(batch, batch)
         price = self.entering(entries if self.tail is None else min(entries, self.tail), batch) + least
-        return least <= account.request.left and price <= account.engine.left * batch
+        # An answer too short to win it back gets no draft KV of a long prompt.
+        return least <= account.request.left and price <= account.engine.left * batch and price < remaining / 2
 
     def wait(self, account: Account, batch: int, lag: int) -> float:
         """Return the plain rounds until a request can pay for catching up and for its share of a round with drafts.
@@ -192,7 +198,7 @@ class TreePolicy:
     def deepen(
         self, batch: int, levels: int, beams: Sequence[tuple[Kind, Sequence[float]]], limit: float = math.inf
     ) -> bool:
-        """Return whether another draft step is likely to bring more than plain decoding does in its time.
+        """Return whether another draft step yields more tokens than its time yields at the present rate.
 
         Args:
             batch: number of requests.
@@ -208,6 +214,6 @@ class TreePolicy:
         rows = sum(len(scores) for _, scores in beams)
         if self.costs.drafting(batch, rows, levels + 1) + target.at(verified + len(beams)) > limit:
             return False
+        rate = max(sum(kind.gain for kind, _ in beams) / len(beams), 1.0) * batch / self.costs.plain(batch)
         seconds = self.costs.draft_step.at(rows) + target.at(verified + batch) - target.at(verified)
-        plain = batch * seconds / self.costs.plain(batch)  # tokens
-        return sum(kind.chance(scores[0]) for kind, scores in beams) > _WORTH * plain
+        return _YIELD * sum(kind.chance(scores[0]) for kind, scores in beams) > seconds * rate

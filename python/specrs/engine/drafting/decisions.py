@@ -5,6 +5,7 @@ No decision made here can change a token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from specrs._specrs import DraftBeams, TreeShape
@@ -18,6 +19,7 @@ from specrs.engine.drafting.trees import draft_scores, head_shares
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
 
+_ROUNDING = 1e-9  # of plain rounds
 _ADDED = 0.5  # share of other sources' tokens that the head is taken to lack, where a device unites both
 
 
@@ -80,7 +82,7 @@ class Drafting:
         account = self.account(request)
         account.drafts_from = 0.0
         entries = request.prefill_target - request.head.shared
-        return self.policy.follows(account, self._batch, entries)
+        return self.policy.follows(account, self._batch, request.remaining, entries)
 
     def prefilled(self, batch: Batch) -> None:
         """Pay for the draft KV of complete prompts, for all tokens that may come."""
@@ -103,8 +105,8 @@ class Drafting:
         proposals = self.gathering.ask(batch)
         plan = RoundPlan(batch, proposals)
         if self.has_head:
-            head = [r.can_draft and self._pays(r, len(batch)) for r in batch]
-            plan.head = head if any(head) and self._share(batch, head) else None
+            head = self._able(batch)
+            plan.head = head if any(head) else None
         if proposals is not None and proposals.trees is not None:
             if plan.head is not None and self._prefers_others(batch, plan.head, proposals.trees):
                 plan.head = None
@@ -115,7 +117,7 @@ class Drafting:
     def start(self, plan: RoundPlan) -> None:
         """Let a round begin, now that its pages are leased: pay for what the head has to catch up with, and settle how
         far it drafts."""
-        if plan.head is None:
+        if plan.head is None or self.policy.costs.free:
             return
         size = len(plan.batch)
         for r in plan.drafting:
@@ -126,13 +128,34 @@ class Drafting:
         if self.launched:
             plan.levels = self._best(plan.batch, plan.head)[0]
 
+    def _able(self, batch: Batch, behind: bool = False) -> list[bool]:
+        """Return for each request whether it drafts: the most requests that can each pay their share of a round.
+
+        All requests of the batch wait for those that draft, so that a share is the larger, the fewer they are.
+
+        Args:
+            behind: True for a round behind one in flight, in which each request has new positions.
+        """
+        size, rooms = len(batch), dict[int, float]()
+        for i, r in enumerate(batch):
+            if (behind or r.can_draft) and self._pays(r, size):
+                rooms[i] = math.inf
+                if not self.policy.costs.free:
+                    rooms[i] = self.account(r).room(size) - self.policy.resuming(self._lag(r), size)
+        while rooms:
+            poorest = min(rooms, key=rooms.__getitem__)
+            if rooms[poorest] >= self.policy.least_loss(size, len(rooms)) - _ROUNDING:
+                break
+            del rooms[poorest]
+        return [i in rooms for i in range(size)]
+
     def _pays(self, r: Request, batch: int) -> bool:
-        """Return whether a request can pay for drafts of the head in the next round.
+        """Return whether a request could pay for drafts of the head if all of its batch drafted.
 
         A request that is not expected to be able to do so again gives them up.
         """
-        if not r.head.followed or r.max_depth < 1:
-            return False
+        if not r.head.followed or r.max_depth < 1 or self.policy.costs.free:
+            return r.head.followed and r.max_depth > 0
         account = self.account(r)
         if len(r.tokens) < account.drafts_from:
             return False
@@ -142,16 +165,6 @@ class Drafting:
             r.give_up_drafts(r.head.end)
         account.drafts_from = len(r.tokens) + min(wait, WAIT)
         return wait == 0.0
-
-    def _share(self, batch: Batch, head: Sequence[bool]) -> bool:
-        """Return whether all requests that draft can each pay their share of a round, for which the others wait, too.
-
-        If few of a batch draft, that is more than one can win, so that they save until more can draft with them.
-        """
-        size, drafting = len(batch), [r for r, drafts in zip(batch, head, strict=True) if drafts]
-        share = self.policy.least_loss(size, len(drafting))
-        prices = [self.policy.resuming(self._lag(r), size) + share for r in drafting]
-        return all(self.account(r).room(size) >= price for r, price in zip(drafting, prices, strict=True))
 
     def _lag(self, r: Request) -> int:
         """Return how many positions the head must run over before the request drafts."""
@@ -177,14 +190,21 @@ class Drafting:
 
     def _prefers_others(self, batch: Batch, head: Sequence[bool], others: HostTrees) -> bool:
         """Return whether other sources' drafts without the head's passes yield more tokens a second."""
+        policy, size = self.policy, len(batch)
+        if policy.costs.free:
+            return False
+        gains = [policy.kind(r.params.temperature).gain for r, drafts in zip(batch, head, strict=True) if drafts]
+        if others.rate <= sum(gains) / len(gains) * size / policy.costs.plain(size):
+            return False
+        if not self.launched:
+            return True
         alone, both = self._rates(batch, head, others)
-        merges = self.unites or not self.launched or self.policy.costs.free
-        return others.rate > (both if merges else alone)
+        return others.rate > (both if self.unites else alone)
 
     def joins_others(self, batch: Batch, head: Sequence[bool], others: HostTrees) -> bool:
         """Return whether a device unites the head's drafts with others, because that yields more tokens a second."""
-        if not self.unites:
-            return False
+        if not self.unites or self.policy.costs.free:
+            return self.unites
         alone, both = self._rates(batch, head, others)
         return both > alone
 
@@ -196,7 +216,7 @@ class Drafting:
         # The host has to read the results of such a round before the next round.
         longer = costs.overhead.at(HOSTED) + costs.target.at(size * rows)
         longer -= costs.target.at(size * most_nodes(shape, levels))
-        both = max(tokens + _ADDED * max(others.tokens - size, 0.0), others.tokens)
+        both = tokens + _ADDED * max(others.tokens - size, 0.0)
         return tokens / seconds, both / (seconds + longer)
 
     # -- during a round -----------------------------------------------------------------------------------------
@@ -224,8 +244,10 @@ class Drafting:
         head, size, policy = plan.head or [False] * len(plan.batch), len(batch), self.policy
         idle = [r for r, drafts in zip(plan.batch, head, strict=True) if not drafts and r.finish_reason is None]
         if self.has_head and any(self._pays(r, size) for r in idle):
-            return None  # a request that does not draft may do so in the next round
-        if plan.head is None:
+            able = {r.request_id for r, drafts in zip(batch, self._able(batch, behind=True), strict=True) if drafts}
+            if any(r.request_id in able for r in idle):
+                return None  # a request that does not draft does so in the next round
+        if plan.head is None or policy.costs.free:
             return plan
         drew = [r for r, drafts in zip(batch, plan.head, strict=True) if drafts]
         least, poor = policy.least_loss(size, len(drew)), 0
@@ -257,7 +279,7 @@ class Drafting:
         proposals = self.gathering.ask(batch, spare=spare)
         if proposals is None or (trees := proposals.trees) is None:
             return False
-        if plan.head is None:
+        if plan.head is None or (self.policy.costs.free and not self.unites):
             return True
         head = [plan.head[row] for row in rows]
         if not any(head):
@@ -282,8 +304,8 @@ class Drafting:
         if not free:
             self._observe_costs(outcome)
         if not any(p.request.error is not None for p in passed):  # a walk cut short says nothing of drafts
-            if not free or plan.trees is not None:
-                self._observe_head(outcome)
+            if any(outcome.head) and (not free or (plan.trees is not None and not plan.united)):
+                self._observe_head(outcome, self._shares(outcome))
             if not free:
                 self._book(outcome, sizes)
         self._batch = len(passed)
@@ -330,15 +352,17 @@ class Drafting:
         costs, size = self.policy.costs, len(outcome.passed)
         return costs.drafting(size, size * self._shape.topk, outcome.plan.levels) + costs.target.at(self._rows(outcome))
 
-    def _observe_head(self, outcome: RoundOutcome) -> None:
+    def _observe_head(self, outcome: RoundOutcome, shares: Sequence[Share]) -> None:
         """Learn from the accepted drafts of the head, and calibrate."""
-        shares = self._shares(outcome) if any(outcome.head) else ()
-        for p, share, drafts in zip(outcome.passed, shares, outcome.head, strict=False):
+        plan, passed = outcome.plan, outcome.passed
+        gain = sum(len(p.tokens) for p in passed) / len(passed)
+        gain *= self.policy.costs.plain(len(passed)) / self._passes(outcome)
+        for p, share, drafts in zip(passed, shares, outcome.head, strict=True):
             if drafts:
                 kind = self.policy.kind(p.request.params.temperature)
-                kind.learn(share.scores, share.accepted)
-                if p.request.finish_reason is None:  # one that has ended had less room than others
-                    kind.reached(share.accepted, min(outcome.plan.levels, len(p.tokens)))
+                kind.learn(share.scores, share.accepted, gain)
+                if self.launched and p.request.finish_reason is None:  # one that has ended had less room than others
+                    kind.reached(share.accepted, min(plan.levels, len(p.tokens)))
 
     def _book(self, outcome: RoundOutcome, sizes: Sequence[int]) -> None:
         """Book the plain rounds that drafts have won or lost, whichever source they came from.

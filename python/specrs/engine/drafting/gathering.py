@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from specrs._specrs import DraftCalibration, DraftProposal, MergedDrafts, NonFiniteError, TreeBatch, choose_drafts
 from specrs.engine.drafting.budget import WAIT, Account
@@ -53,8 +54,10 @@ class HostTrees:
     faults: Sequence[tuple[NonFiniteError, int]] = ()
     head: list[DraftProposal | None] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.trees = TreeBatch.from_drafts(self.drafts)
+    @cached_property
+    def trees(self) -> TreeBatch:
+        """The trees, as they are verified."""
+        return TreeBatch.from_drafts(self.drafts)
 
     @property
     def rate(self) -> float:
@@ -224,7 +227,8 @@ class Gathering:
         rooms = [self._account_of(r).room(size) for r, own in zip(batch, said, strict=True) if any(own)]
         limit = policy.limit(size, rooms, self._least_round(size, len(rooms)))
         trees = HostTrees(*self._chosen(batch, said, costs.overhead.at(HOSTED), limit, self._tiers))
-        return trees if max(trees.trees.sizes) > 1 and trees.rate > size / costs.plain(size) else None
+        pays = costs.free or trees.rate > size / costs.plain(size)
+        return trees if pays and max(map(len, trees.drafts)) > 1 else None
 
     def _chosen(
         self, batch: Batch, said: Sequence[Said], beside: float, limit: float, tiers: Sequence[int] = ()
@@ -279,7 +283,7 @@ class Gathering:
         for parent, prob in zip(head.parents, head.probs, strict=True):
             scores.append(math.log(prob) + (scores[parent] if parent >= 0 else 0.0))
         hits = self.calibration.grade([*[None] * len(self.sources.all), head], passed.tokens)
-        return Share(sorted(scores, reverse=True), hits[-1])
+        return Share(scores, hits[-1])
 
     def watch(self, batch: Sequence[Request], verified: VerifiedTrees) -> None:
         """Tell the target's likeliest tokens in verified trees to the sources that learn from them and were asked for
@@ -311,22 +315,23 @@ class Gathering:
         """Settle the last answers."""
         asked, self._asked = self._asked, Proposals()
         for answers in asked.answers.values():
-            self._settle(answers, asked)
+            self._settle(answers, asked, len(asked.answers))
 
-    def _settle(self, answers: Answers, asked: Proposals) -> None:
-        """Compare the proposals for a request with the tokens that came, and let the request pay for asking."""
+    def _settle(self, answers: Answers, asked: Proposals, size: int) -> None:
+        """Compare the proposals for a request of ``size`` with the tokens that came, and let it pay for asking."""
         if not answers.took and not any(answers.said):
             return
         drawn = answers.request.tokens[answers.at :]
         hits = self.calibration.grade(answers.said, drawn) if drawn else None
         for source, seconds in answers.took.items():
             self._worth[source].learn(None if hits is None else hits[source] * (asked.trees is not None), seconds)
-        self._pay(answers.request, max(sum(answers.took.values()) - asked.spare, 0.0), len(asked.answers))
+        self._pay(answers.request, max(sum(answers.took.values()) - asked.spare, 0.0), size)
 
     def forget(self, r: Request) -> None:
         """Forget a request that has ended."""
-        if r.request_id in self._asked.answers:
-            self._settle_all()
+        size = len(self._asked.answers)
+        if (answers := self._asked.answers.pop(r.request_id, None)) is not None:
+            self._settle(answers, self._asked, size)
         self.sources.forget(r)
 
     def close(self) -> None:

@@ -74,11 +74,11 @@ class VerifiedTrees(Protocol):
 
 
 def draft_scores(trees: TreeBatch) -> list[list[float]]:
-    """Return the scores of each request's draft nodes, best first."""
+    """Return the scores of each request's draft nodes."""
     scores: list[float] = from_dlpack(trees.scores).tolist()
     each, first = [], 0
     for size in trees.sizes:
-        each.append(sorted(scores[first + 1 : first + size], reverse=True))  # without the root, whose score is 0
+        each.append(scores[first + 1 : first + size])  # without the root, whose score is 0
         first += size
     return each
 
@@ -92,7 +92,7 @@ def head_shares(verified: VerifiedTrees, passed: Sequence[Passed]) -> list[Share
         accepted = [whose[node] for node in path[1 : len(p.tokens)]]  # behind them the target drew itself
         head = sum(origin & _HEADS != 0 for origin in accepted)
         each = zip(scores[first : first + len(whose)], whose, strict=True)
-        found.append(Share(sorted((score for score, origin in each if origin & _HEADS), reverse=True), head))
+        found.append(Share([score for score, origin in each if origin & _HEADS], head))
         first += len(whose)
     return found
 
@@ -135,7 +135,8 @@ def head_proposals(trees: TreeBatch) -> list[DraftProposal | None]:
     for size in trees.sizes:
         parents, tokens, scores = (array[first : first + size] for array in arrays)
         first += size
-        probs = [min(max(math.exp(s - scores[p]), 1e-6), 1.0) for s, p in zip(scores[1:], parents[1:], strict=True)]
+        pairs = zip(scores[1:], parents[1:], strict=True)
+        probs = [min(max(math.exp(s - scores[p]) if s > -math.inf else 0.0, 1e-6), 1.0) for s, p in pairs]
         buckets = [min(int(p * _DECILES), _DECILES - 1) for p in probs]
         proposals.append(DraftProposal([p - 1 for p in parents[1:]], tokens[1:], probs, buckets) if probs else None)
     return proposals

@@ -5,8 +5,8 @@ executor stands for one device: it has the models, the caches, the planner, and 
 `devices.host` has the executor of the CPU, `devices.cuda` the executor of a GPU.
 
 A call may return before the device is done. Reading a result may wait for the device, so the logic reads as late as it
-can: it reads nothing of a round's drafts before the target has been told to verify them, unless a cost model goes by
-the drafts' scores or an observer looks on. A device may also report late that the head gave NaN: in the `faults` of
+can: it reads nothing of a round's drafts before the target has been told to verify them, unless the host chooses among
+the drafts or an observer looks on. A device may also report late that the head gave NaN: in the `faults` of
 the next round, not in the pass that met the NaN.
 """
 
