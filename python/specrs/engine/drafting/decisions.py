@@ -221,11 +221,12 @@ class Drafting:
 
     # -- during a round -----------------------------------------------------------------------------------------
 
-    def looks_on(self, plan: RoundPlan) -> bool:
-        """Return whether the host has to see the head's drafts: to choose the best nodes, or to merge others in."""
-        if not self.launched:
-            return not self.policy.costs.free or plan.proposals is not None
-        return self.policy.costs.free and plan.proposals is not None and not self.unites
+    def chooses(self, plan: RoundPlan) -> bool:
+        """Return whether the host chooses the best nodes of the head's drafts, and of other sources if there are any.
+
+        A device that launches whole rounds verifies all that the head drafts.
+        """
+        return plan.proposals is not None if self.policy.costs.free else not self.launched
 
     def deepen(self, plan: RoundPlan, beams: DraftBeams, depths: Sequence[int], levels: int) -> bool:
         """Return whether another draft step pays."""

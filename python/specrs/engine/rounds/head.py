@@ -106,11 +106,12 @@ class Head:
         for r in plan.drafting:
             r.head.begin(drafting.begins(r))
         self.extend(plan.drafting)
-        if not (self._observers or drafting.looks_on(plan)):
+        chooses = drafting.chooses(plan)
+        if not self._observers and (drafting.unites or not chooses):
             depths = [min(depth, plan.levels) for depth in self._depths(plan)]
             return self._united(plan, self._executor.draft(plan.batch, depths, None))
         drafted = self._step_by_step(plan)
-        if plan.proposals is None and drafting.policy.costs.free:
+        if not chooses:
             return drafted
         plan.trees = drafting.gathering.merge_with_head(plan.batch, plan.proposals, drafted, plan.limit)
         return plan.trees
