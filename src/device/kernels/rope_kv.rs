@@ -12,15 +12,20 @@ use crate::device::view::{DeviceSlice, KvCacheView};
 use crate::error::{Error, Result, in_range};
 use crate::overlap::{Operand, disjoint};
 
-/// Threads of a block: a warp a head.
-const BLOCK: u32 = 128;
+/// Threads of a block.
+const BLOCK: u32 = 64;
+/// Threads of a query head, or of a key head and its value head.
+const LANES: u32 = 8;
+/// Longest head of the functions that keep little of a head in registers, and so have many heads in flight.
+const SHORT_HEAD: usize = 128;
 /// Longest head, and most dimensions that are rotated.
 pub const MAX_HEAD_DIM: usize = 512;
 
-/// The kernels of `cuda/rope_kv.cu` on one device, by element type. Functions are valid while `_module` is loaded.
+/// The kernels of `cuda/rope_kv.cu` on one device, by element type, for heads of up to [`SHORT_HEAD`] and for longer ones.
+/// Functions are valid while `_module` is loaded.
 #[derive(Debug)]
 pub struct RopeKv {
-    functions: [Function; 2],
+    functions: [[Function; 2]; 2],
     _module: Module,
     context: Arc<Context>,
 }
@@ -60,13 +65,12 @@ pub struct RopeKvOperands<'a> {
 }
 
 impl RopeKvOperands<'_> {
-    /// Whether two neighbours with an even index can be read at once in every operand.
-    fn in_pairs(&self) -> bool {
-        let half = self.cos.columns();
-        let rows = [Some(self.qkv), self.q, self.bias, self.q_norm, self.k_norm];
-        let halves = rows.into_iter().flatten().all(|r| (r.address() | r.stride_bytes()).is_multiple_of(4));
-        let tables = [self.cos, self.sin].iter().all(|t| t.address().is_multiple_of(8));
-        half.is_multiple_of(2) && halves && tables && self.cache.address().is_multiple_of(4)
+    /// Whether every operand can be read and written in vectors of 16 bytes, the two halves of a head each by itself.
+    fn in_vectors(&self, head_dim: usize) -> bool {
+        let rows = [Some(self.qkv), self.q, self.bias, self.q_norm, self.k_norm, Some(self.cos), Some(self.sin)];
+        (self.cos.columns() | head_dim).is_multiple_of(8)
+            && rows.into_iter().flatten().all(Rows::in_vectors)
+            && self.cache.address().is_multiple_of(16)
     }
 }
 
@@ -74,7 +78,10 @@ impl RopeKv {
     /// Load them into `context`, which is current.
     pub(super) fn load(context: Arc<Context>) -> Result<Self> {
         let module = Module::load(images::select("rope_kv", context.capability())?)?;
-        let functions = [module.function("rope_kv_bf16")?, module.function("rope_kv_f16")?];
+        let functions = [
+            [module.function("rope_kv_bf16")?, module.function("rope_kv_bf16_long")?],
+            [module.function("rope_kv_f16")?, module.function("rope_kv_f16_long")?],
+        ];
         Ok(Self { functions, _module: module, context })
     }
 
@@ -91,7 +98,7 @@ impl RopeKv {
     pub fn launch(&self, stream: Stream, operands: &RopeKvOperands<'_>) -> Result<()> {
         let o = operands;
         let context = &self.context;
-        let function = half(o.qkv, self.functions[0], self.functions[1])?;
+        let [short, long] = half(o.qkv, self.functions[0], self.functions[1])?;
         let (rows, float) = (o.qkv.rows(), o.qkv.float());
         in_range("kv_heads", o.kv_heads as u64, 1, 65_535)?;
         in_range("heads", o.heads as u64, 0, 65_535)?;
@@ -189,10 +196,11 @@ impl RopeKv {
             positions_in_table: o.cos.rows() as i32,
             num_slots: o.cache.num_slots(),
             eps_bits,
-            wide: u32::from(o.in_pairs()),
+            wide: u32::from(o.in_vectors(head_dim)),
             norm_f32: u32::from(norm_f32 == Some(true)),
         };
-        let blocks = (all_heads as u32).div_ceil(BLOCK / 32);
+        let blocks = ((o.heads + o.kv_heads) as u32).div_ceil(BLOCK / LANES);
+        let function = if head_dim <= SHORT_HEAD { short } else { long };
         let _current = context.enter()?;
         // SAFETY: the module is loaded for the process and its context is current. Addresses and sizes come from views,
         // whose constructors' callers promised them; the fault record lives as long as the process.

@@ -59,7 +59,7 @@ declare! {
             num_slots: i32,
             /// Bits of the f32 added to a head's mean square.
             eps_bits: u32,
-            /// 1 where two neighbours of every operand can be read at once.
+            /// 1 where every operand can be read and written in vectors of 16 bytes.
             wide: u32,
             /// 1 where the norms' weights are of f32, 0 where they are of the element type.
             norm_f32: u32,

@@ -415,6 +415,9 @@ SHAPES = [  # heads, kv_heads, head_dim, rotary dimensions
     (3, 3, 80, 32),
     (2, 1, 2, 2),
     (1, 1, 6, 6),
+    (1, 1, 34, 10),
+    (2, 2, 80, 80),
+    (3, 1, 256, 128),
     (4, 2, 256, 256),
     (1, 1, 512, 512),
     (2, 1, 512, 64),
@@ -446,7 +449,7 @@ def test_rope_and_cache(canaries, dtype, heads, kv_heads, d, rotary, extra):
     on = [None if t is None else canaries.of(t) for t in (bias, q_norm, k_norm)]
     table = tuple(canaries.of(t) for t in tables)
     args = (table, canaries.of(positions), canaries.of(targets))
-    for offset in (0, 2):  # pairs at once, or element by element: the same bits
+    for offset in (0, 2):  # in vectors, or element by element: the same bits
         x = canaries.of(qkv, offset=offset)
         core._device_rope_kv(x, heads, kv_heads, *on, 1e-6, *args, out, cache, layer, handle())
         assert same(out.view(rows, heads, d), q)
@@ -487,6 +490,32 @@ def test_few_rows_rotate_behind_norms_of_float32(canaries, dtype, heads, kv_head
             core._device_rope_kv(x, heads, kv_heads, None, *on, 1e-6, table, *where, out, cache, 0, handle())
             assert same(out.view(rows, heads, d), q)
             assert same(cache, want)
+
+
+@pytest.mark.parametrize("d", [128, 256])
+@pytest.mark.parametrize("operand", ["qkv", "q", "bias", "q_norm", "k_norm", "cos", "sin", "cache"])
+def test_any_operand_may_lie_beside_a_multiple_of_16_bytes(canaries, operand, d):
+    """One operand alone that vectors of 16 bytes do not reach, and none: the same bits."""
+    rows, heads, kv_heads, slots = 3, 3, 2, 6
+    width = (heads + 2 * kv_heads) * d
+    qkv, bias = (random_rows(n, width, dtype=torch.bfloat16, seed=n) for n in (rows, 1))
+    q_norm, k_norm = (random_rows(d, dtype=torch.float32, seed=seed) + 1 for seed in (6, 7))
+    tables, positions, targets = rope_tables(7, d // 2), [6, 0, 3], [4, 0, 1]
+    q, k, v = rope_reference(qkv, heads, kv_heads, bias, q_norm, k_norm, 1e-6, tables, positions)
+
+    def place(name, values):
+        return canaries.of(values, offset=8 if name == operand else 0)
+
+    cache = canaries.empty(1, 2, slots, kv_heads, d, dtype=torch.bfloat16, offset=8 if operand == "cache" else 0)
+    want, out = cache.cpu().clone(), canaries.empty(rows, heads * d, dtype=qkv.dtype, offset=8 if operand == "q" else 0)
+    for row, slot in enumerate(targets):
+        if slot != 0:
+            want[0, 0, slot], want[0, 1, slot] = k[row], v[row]
+    on = (place("bias", bias[0]), place("q_norm", q_norm), place("k_norm", k_norm))
+    table, where = (place("cos", tables[0]), place("sin", tables[1])), (canaries.of(positions), canaries.of(targets))
+    core._device_rope_kv(place("qkv", qkv), heads, kv_heads, *on, 1e-6, table, *where, out, cache, 0, handle())
+    assert same(out.view(rows, heads, d), q)
+    assert same(cache, want)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
