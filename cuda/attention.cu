@@ -30,6 +30,9 @@
 // ("serial"); else every item leaves its sums in a slot of the workspace and `merge` folds them. Both fold the same
 // numbers in the same order.
 //
+// On Hopper clusters take the place of `attend` where a batch can have only so few items, of low tiles, that each has a block
+// (attention_cluster.cuh).
+//
 // Four warps share a tile of up to 64 rows. Warp w scores keys 32w..32w+31 of a block and owns a quarter of the output's
 // columns, so that one warp takes all keys of its columns in order. On Hopper a tile of 64 rows is a warpgroup's: a warp owns
 // 16 rows, scores all keys of a block for them, and keeps their weights in registers. K and V come through a ring of blocks in
@@ -41,12 +44,15 @@
 //   attention_items.cuh         items of the work
 //   attention_ring.cuh          shared memory and cp.async
 //   attention_tile.cuh          a tile of up to 64 rows: lists and loading; its computing: attention_tile_compute.cuh
+//   attention_cluster.cuh       splits that the blocks of a cluster share
 //   attention_wide.cuh          a tile of 128 rows: lists and loading; its computing: attention_wide_compute.cuh
+//   attention_boxes.cuh         keys and values that come by the copy engine
 //   attention_softmax.cuh       formulas of a block's softmax
 //   attention_fold.cuh          the folding of splits, with `merge`
 //
 // build.rs compiles this file once for each element type (SPECRS_ELEMENT) and head_dim (SPECRS_HEAD_DIM), and, for the
 // models that cap their scores (Gemma 2, arXiv:2408.00118), once more with SPECRS_CAPPED.
+#include "attention_cluster.cuh"
 #include "attention_tile_compute.cuh"
 #include "attention_wide_compute.cuh"
 
@@ -66,8 +72,18 @@ extern "C" __global__ void __launch_bounds__(specrs::attention::THREADS, 2)
 }
 #if SPECRS_WARPGROUPS && SPECRS_HEAD_DIM % 64 == 0 && SPECRS_HEAD_DIM <= 128
 extern "C" __global__ void __launch_bounds__(specrs::attention::WIDE_THREADS, 1)
-    attention_128(const __grid_constant__ specrs::attention::WideCall call) {
+    attention_128(const __grid_constant__ specrs::attention::BoxCall call) {
     specrs::attention::attend_wide<specrs::SPECRS_ELEMENT, SPECRS_HEAD_DIM>(call);
+}
+#endif
+#if SPECRS_WARPGROUPS && SPECRS_HEAD_DIM % 64 == 0 && SPECRS_HEAD_DIM <= 128
+extern "C" __global__ void __launch_bounds__(specrs::attention::THREADS, 2)
+    attention_cluster_16(const __grid_constant__ specrs::attention::BoxCall call) {
+    specrs::attention::attend_clustered<specrs::SPECRS_ELEMENT, SPECRS_HEAD_DIM, 16>(call);
+}
+extern "C" __global__ void __launch_bounds__(specrs::attention::THREADS, 2)
+    attention_cluster_32(const __grid_constant__ specrs::attention::BoxCall call) {
+    specrs::attention::attend_clustered<specrs::SPECRS_ELEMENT, SPECRS_HEAD_DIM, 32>(call);
 }
 #endif
 extern "C" __global__ void __launch_bounds__(specrs::attention::THREADS)

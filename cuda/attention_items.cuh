@@ -140,6 +140,23 @@ __device__ __forceinline__ int32_t search(const int32_t *table, int32_t n, int32
     return low;
 }
 
+// Bounds of a tile that follow from its request alone: no row's cut is larger than the first, or less than the second.
+template <int M>
+__device__ __forceinline__ int32_t most_cut(const AttentionParams &p, const Request &r, int32_t tile) {
+    if (p.draft_slots != 0) {
+        return r.len;
+    }
+    const int32_t last_of_tile = ((tile + 1) * M - 1) / p.group;
+    const int32_t last = p.mask == 0 ? min(r.queries - 1, last_of_tile) : r.queries - 1;
+    return max(0, r.len + last + 1 - TAIL);
+}
+
+template <int M>
+__device__ __forceinline__ int32_t least_cut(const AttentionParams &p, const Request &r, int32_t tile) {
+    const int32_t keys = p.mask == 0 ? tile * M / p.group + 1 : 0;
+    return max(0, r.len + keys - TAIL);
+}
+
 // An item of the CTA's work.
 struct Place {
     int32_t request;

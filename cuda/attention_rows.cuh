@@ -24,6 +24,7 @@ constexpr int WARPS = 4;  // warps that share a tile of up to 64 rows
 constexpr int THREADS = 32 * WARPS;
 constexpr int WIDE_THREADS = 3 * THREADS;  // threads of a tile of 128 rows
 constexpr int SPLIT_BLOCKS = SPLIT / BLOCK;
+constexpr int CLUSTER = SPLIT_BLOCKS;  // blocks that share a split
 constexpr int MAX_STAGES = 6;  // entries of the ring
 constexpr bool CAPPED = SPECRS_CAPPED != 0;
 static_assert(BLOCK == 32 * WARPS, "a lane looks up one key of a block, and a warp scores 32");

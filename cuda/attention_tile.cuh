@@ -166,7 +166,7 @@ struct TileLoad : TileShape<HD, M, WARPGROUP> {
         const Place place = place_of<M>(p, items, item);
         with_tail = place.with_tail;
         i = place.request;
-        r = request_at<false>(p, i, false);
+        r = items.request(p, i);
         tile = place.tile;
         head = place.head;
         split = place.split;

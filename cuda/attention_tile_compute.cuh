@@ -66,7 +66,8 @@ struct TileCompute : TileLoad<HD, M, WARPGROUP> {
         }
     }
 
-    // Scores of this warp's keys.
+    // Scores of this warp's keys, which may lie in panels.
+    template <bool PANELS = false>
     __device__ __forceinline__ void scores(Scores &s, uint32_t k_at, int32_t keys) {
 #pragma unroll
         for (int rt = 0; rt < ROW_TILES; ++rt) {
@@ -96,8 +97,9 @@ struct TileCompute : TileLoad<HD, M, WARPGROUP> {
                 uint32_t b[2][4];
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    load_matrices(b[half], k_at + swizzled<HD>(warp * 32 + half * 16 + ((lane >> 4) << 3) + (lane & 7),
-                                                               d * 2 + ((lane >> 3) & 1)));
+                    load_matrices(b[half],
+                                  k_at + in_entry<HD, PANELS>(warp * 32 + half * 16 + ((lane >> 4) << 3) + (lane & 7),
+                                                              d * 2 + ((lane >> 3) & 1)));
                 }
 #pragma unroll
                 for (int rt = 0; rt < ROW_TILES; ++rt) {
@@ -181,9 +183,10 @@ struct TileCompute : TileLoad<HD, M, WARPGROUP> {
         }
     }
 
-    // Weights of the scores, into registers or the weights' tile, and the row sums. Returns whether the sums so far keep their
-    // factor.
-    __device__ __forceinline__ bool softmax(const Scores &s, const float (&tops)[ROW_TILES][2], Weights &own) {
+    // Weights of the scores, into registers or `tile`, which may have fewer than M rows, and the row sums. Returns whether the
+    // sums so far keep their factor.
+    __device__ __forceinline__ bool softmax(const Scores &s, const float (&tops)[ROW_TILES][2], Weights &own, uint8_t *tile,
+                                            int32_t tile_rows) {
         bool kept = true;
 #pragma unroll
         for (int rt = 0; rt < ROW_TILES; ++rt) {
@@ -218,9 +221,8 @@ struct TileCompute : TileLoad<HD, M, WARPGROUP> {
                     const int row = rt * 16 + quad + 8 * e;
                     if (WARPGROUP) {
                         own[WARPGROUP ? kt >> 1 : 0][(kt & 1) * 2 + e] = weights;
-                    } else {
-                        *reinterpret_cast<uint32_t *>(p_tile + swizzled<BLOCK>(row, warp * 4 + kt) + pair * 4) =
-                            weights;
+                    } else if (row < tile_rows) {
+                        *reinterpret_cast<uint32_t *>(tile + swizzled<BLOCK>(row, warp * 4 + kt) + pair * 4) = weights;
                     }
                 }
             }
@@ -498,7 +500,7 @@ struct TileCompute : TileLoad<HD, M, WARPGROUP> {
         __syncthreads();  // every warp has left K, whose place is next
         issue();
         Weights own;
-        rescale(softmax(s, tops, own));
+        rescale(softmax(s, tops, own, p_tile, M));
         arrive(1);  // V and all weights are there
         add_row_sums();
         if (tail) {
@@ -511,25 +513,29 @@ struct TileCompute : TileLoad<HD, M, WARPGROUP> {
         }
     }
 
+    __device__ __forceinline__ void take_item(int32_t number) {
+        this->begin_item(number);
+        start_split();
+        if (thread < M) {
+            sh.folded[thread] = Folded{none(), 0.0f};
+        }
+        int32_t stage = 0;
+        auto next = [&]() {
+            const uint32_t at = ring_at + stage * ENTRY;
+            stage = stage + 1 == p.stages ? 0 : stage + 1;
+            return at;
+        };
+        for (int32_t block = 0; block < blocks; ++block) {
+            const uint32_t k_at = next();
+            block_of(block, k_at, next());
+        }
+        copy_wait<0>();  // only empty groups are left
+    }
+
     __device__ __forceinline__ void run() {
         this->count();
         for (int32_t number = blockIdx.x; number < this->items.count(); number += gridDim.x) {
-            this->begin_item(number);
-            start_split();
-            if (thread < M) {
-                sh.folded[thread] = Folded{none(), 0.0f};
-            }
-            int32_t stage = 0;
-            auto next = [&]() {
-                const uint32_t at = ring_at + stage * ENTRY;
-                stage = stage + 1 == p.stages ? 0 : stage + 1;
-                return at;
-            };
-            for (int32_t block = 0; block < blocks; ++block) {
-                const uint32_t k_at = next();
-                block_of(block, k_at, next());
-            }
-            copy_wait<0>();  // only empty groups are left
+            take_item(number);
         }
     }
 };

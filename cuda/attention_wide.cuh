@@ -1,17 +1,14 @@
 // A tile of 128 rows on Hopper: two warpgroups of 64 rows compute, one warp loads by the copy engine.
 //
-// A copy by the engine needs pages of BOX tokens or more. Loading needs nothing of the computing warpgroups: which keys are stored follows from a request's record, so loads run
-// ahead over blocks and items as far as the ring goes. Keys that no row attends to may be among them; they are stored, and
-// their weight is 0.
+// Loading needs nothing of the computing warpgroups (attention_boxes.cuh), so that loads run ahead over blocks and items as far
+// as the ring goes.
 //
 // A warpgroup keeps its rows' scores, weights and sums in registers. Scores of the next block are under way while the
 // weights of this one are multiplied by its values, and beside those products runs the softmax of the next block.
 #pragma once
 
-#include "attention_items.cuh"
-#include "attention_ring.cuh"
+#include "attention_boxes.cuh"
 #include "attention_softmax.cuh"
-#include "tma.cuh"
 
 #if SPECRS_WARPGROUPS
 namespace specrs {
@@ -22,15 +19,6 @@ constexpr int WIDE_COMPUTING = 2 * THREADS;
 constexpr int WIDE_WARPS = WIDE_COMPUTING / 32;
 constexpr uint32_t WIDE_PANEL = WIDE_ROWS * 128;  // bytes of a panel of 64 columns: of queries, weights, keys or values
 static_assert(WIDE_ROWS == BLOCK, "panels of queries, weights and keys are of one size");
-
-// Parameters as kernels/attention.rs passes them.
-struct WideCall {
-    TensorMap keys;         // [slots, kv_heads * head_dim], boxes of 64 columns and BOX slots
-    TensorMap values;
-    TensorMap keys_line;    // the same in boxes of one slot
-    TensorMap values_line;
-    AttentionParams p;
-};
 
 struct WideShared {
     uint4 allowed[WIDE_ROWS];  // keys of the tail's block that a row takes
@@ -62,21 +50,6 @@ struct WideItem {
     bool with_tail;
 };
 
-// Bounds of a tile that follow from its request alone: no row's cut is larger than the first, or less than the second.
-__device__ __forceinline__ int32_t most_cut(const AttentionParams &p, const Request &r, int32_t tile) {
-    if (p.draft_slots != 0) {
-        return r.len;
-    }
-    const int32_t last_of_tile = ((tile + 1) * WIDE_ROWS - 1) / p.group;
-    const int32_t last = p.mask == 0 ? min(r.queries - 1, last_of_tile) : r.queries - 1;
-    return max(0, r.len + last + 1 - TAIL);
-}
-
-__device__ __forceinline__ int32_t least_cut(const AttentionParams &p, const Request &r, int32_t tile) {
-    const int32_t keys = p.mask == 0 ? tile * WIDE_ROWS / p.group + 1 : 0;
-    return max(0, r.len + keys - TAIL);
-}
-
 __device__ __forceinline__ WideItem wide_item(const AttentionParams &p, const Items &items, int32_t item, Request &r) {
     const Place place = place_of<WIDE_ROWS>(p, items, item);
     r = items.requests[place.request];
@@ -86,67 +59,18 @@ __device__ __forceinline__ WideItem wide_item(const AttentionParams &p, const It
     w.head = place.head;
     w.split = place.split;
     w.with_tail = place.with_tail;
-    const int32_t all = (most_cut(p, r, w.tile) + BLOCK - 1) / BLOCK;
+    const int32_t all = (most_cut<WIDE_ROWS>(p, r, w.tile) + BLOCK - 1) / BLOCK;
     w.block_first = place.with_tail ? 0 : place.split * SPLIT_BLOCKS;
     const int32_t end = items.serial ? all : (place.with_tail ? 0 : min(all, w.block_first + SPLIT_BLOCKS));
     w.blocks = max(0, end - w.block_first);
-    w.tail_first = least_cut(p, r, w.tile) & ~(GROUP - 1);
+    w.tail_first = least_cut<WIDE_ROWS>(p, r, w.tile) & ~(GROUP - 1);
     return w;
-}
-
-// The lowest `n` bits.
-__device__ __forceinline__ uint32_t below(int32_t n) { return n <= 0 ? 0u : n >= 32 ? ~0u : (1u << n) - 1; }
-
-// 32 bits of a request's own keys, from position `first` on, of which bit 0 of `own` is at position `len`.
-__device__ __forceinline__ uint32_t own_keys(unsigned long long own, int32_t first, int32_t len) {
-    const int32_t at = first - len;
-    return at >= 64 ? 0u : at >= 0 ? static_cast<uint32_t>(own >> at) : at > -32 ? static_cast<uint32_t>(own) << -at : 0u;
-}
-
-constexpr int BOX = 16;  // keys of a copy; a page has as many or more
-
-// Bit k: the key at position `at` + k is stored, and the block has it. `own`: the stored slots of a draft.
-__device__ __forceinline__ uint32_t stored_keys(const AttentionParams &p, const Request &r, bool tail, int32_t at,
-                                                unsigned long long own) {
-    uint32_t keys = below((p.draft_slots == 0 ? r.len + r.queries : r.len) - at);
-    if (p.draft_slots != 0 && tail) {
-        keys |= own_keys(own, at, r.len);
-    }
-    return keys & below(BOX);
-}
-
-// Copy a box of keys or values. One of stored keys is one copy, one of which only some are stored a copy for each; others
-// are zeros, which the copy engine makes of slots behind the last.
-__device__ __forceinline__ void load_wide_box(const TensorMap &boxes, const TensorMap &lines, uint32_t to, int32_t column,
-                                              int32_t slot, int32_t nowhere, uint32_t keys, uint32_t barrier) {
-    if (keys == 0 || keys == below(BOX)) {
-        load_box(to, boxes, column, slot, barrier);
-        return;
-    }
-#pragma unroll 1
-    for (int k = 0; k < BOX; ++k) {
-        load_box(to + k * 128, lines, column, (keys >> k & 1) != 0 ? slot + k : nowhere, barrier);
-    }
-}
-
-// Slots of a draft that rows of the tile attend to: others may not be written yet.
-__device__ __forceinline__ unsigned long long draft_keys(const AttentionParams &p, const Request &r, int32_t tile) {
-    const int lane = threadIdx.x & 31;
-    const int32_t first = tile * WIDE_ROWS / p.group;
-    const int32_t end = min(r.queries, ((tile + 1) * WIDE_ROWS - 1) / p.group + 1);
-    unsigned long long own = 0;
-    for (int32_t j = first + lane; j < end; j += 32) {
-        const unsigned long long bits = __ldg(reinterpret_cast<const unsigned long long *>(p.mask) + r.first + j);
-        own |= p.draft_slots < 64 && bits >> p.draft_slots != 0 ? 0 : bits;  // a refused row attends to nothing
-    }
-    return static_cast<unsigned long long>(__reduce_or_sync(~0u, static_cast<uint32_t>(own >> 32))) << 32 |
-           __reduce_or_sync(~0u, static_cast<uint32_t>(own));
 }
 
 // The loading warp: every entry of every item, as the computing warps leave the ring. A lane has one panel of one box of
 // each entry.
 template <int HD>
-__device__ __forceinline__ void load_wide(const WideCall &call, WideShared &sh, const Items &items, uint32_t ring_at) {
+__device__ __forceinline__ void load_wide(const BoxCall &call, WideShared &sh, const Items &items, uint32_t ring_at) {
     constexpr int PANELS = HD / 64;
     constexpr uint32_t ENTRY = BLOCK * HD * 2;
     const AttentionParams &p = call.p;
@@ -161,7 +85,7 @@ __device__ __forceinline__ void load_wide(const WideCall &call, WideShared &sh, 
         Request r;
         const WideItem w = wide_item(p, items, item, r);
         const int32_t *table = pages_of(p, r);
-        const unsigned long long own = w.with_tail && p.draft_slots != 0 ? draft_keys(p, r, w.tile) : 0;
+        const unsigned long long own = w.with_tail && p.draft_slots != 0 ? draft_keys<WIDE_ROWS>(p, r, w.tile) : 0;
         const int32_t blocks = w.blocks + (w.with_tail ? 1 : 0);
         const int32_t column = w.head * HD + lane % PANELS * 64;
         auto position_of = [&](int32_t block) {
@@ -196,7 +120,8 @@ __device__ __forceinline__ void load_wide(const WideCall &call, WideShared &sh, 
                 }
                 __syncwarp();
                 if (copies) {
-                    load_wide_box(plane == 0 ? call.keys : call.values, plane == 0 ? call.keys_line : call.values_line,
+                    load_stored(plane == 0 ? call.maps.keys : call.maps.values,
+                                plane == 0 ? call.maps.keys_line : call.maps.values_line,
                                   ring_at + stage * ENTRY + place, column, slot, nowhere, keys, full);
                 }
                 stage = stage + 1 == p.stages ? 0 : stage + 1;

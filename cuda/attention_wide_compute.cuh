@@ -396,7 +396,7 @@ __device__ __forceinline__ void compute_wide(const AttentionParams &p, WideShare
         }
         load_wide_queries<HD>(p, tile, q_tile);
         int32_t cut_from = 0x7fffffff;
-        if (w.with_tail || (w.block_first + w.blocks) * BLOCK > least_cut(p, r, w.tile)) {
+        if (w.with_tail || (w.block_first + w.blocks) * BLOCK > least_cut<WIDE_ROWS>(p, r, w.tile)) {
             list_wide_rows(p, sh, r, w, tile);
             cut_from = sh.cut_least;
         }
@@ -429,7 +429,7 @@ __device__ __forceinline__ void compute_wide(const AttentionParams &p, WideShare
 }
 
 template <typename T, int HD>
-__device__ __forceinline__ void attend_wide(const WideCall &call) {
+__device__ __forceinline__ void attend_wide(const BoxCall &call) {
     const AttentionParams &p = call.p;
     extern __shared__ __align__(1024) uint8_t shared_memory[];
     constexpr uint32_t ENTRY = BLOCK * HD * 2;

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "common.cuh"
+#include "shared.cuh"
 
 namespace specrs {
 
@@ -53,10 +54,6 @@ __device__ __forceinline__ void group_wait() {
 struct Mailbox {
     uint64_t barrier;
 };
-
-__device__ __forceinline__ uint32_t shared_address(const void *at) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(at));
-}
 
 // For one thread of each block, before a group barrier.
 __device__ __forceinline__ void open_mailbox(Mailbox &mailbox) {

@@ -3,18 +3,19 @@
 // "ldmatrix", "mma.m16n8k16" and "ex2"; the names of the fragments' registers are the manual's.
 #pragma once
 
-#include <stdint.h>
+#include "shared.cuh"
 
 namespace specrs {
-
-__device__ __forceinline__ uint32_t shared_address(const void *pointer) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
 
 // Copy 16 bytes past L1. With `live` false nothing is read and the 16 bytes of shared memory become zero.
 __device__ __forceinline__ void copy_async(uint32_t shared, const void *global, bool live) {
     const int bytes = live ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
+// Clear 16 bytes of shared memory.
+__device__ __forceinline__ void clear_shared(uint32_t shared) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};\n" ::"r"(shared), "r"(0) : "memory");
 }
 
 // Close the group of this thread's copies since the last call.

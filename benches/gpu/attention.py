@@ -1,6 +1,6 @@
 """Paged attention at Llama-3.1-8B's shape (8 heads of 128, group 4, bf16): decode, verification of trees, draft steps.
 
-A time is of one launch (both kernels) in a CUDA graph of launches over rotating layers of random pages, more bytes than
+A time is of one call (all kernels) in a CUDA graph of launches over rotating layers of random pages, more bytes than
 the L2 holds; medians of interleaved replays. The floor is the larger of two times: the keys' and values' bytes over the
 copy bandwidth that was measured in the same run, and the multiplications over 790 TFLOP/s. torch's
 scaled_dot_product_attention reads contiguous keys and, for trees, the prefix alone without a mask: less work than the

@@ -1,18 +1,20 @@
 //! The launch of `cuda/attention.cu`: paged attention of every phase, whose bits depend on a row's keys alone.
 //!
-//! Two kernels in stream order: `attend` computes splits of the keys, `merge` folds what was left in the workspace. The
-//! grid follows from capacities and lengths are read on the device, so that a captured launch serves every batch of its
-//! bucket.
+//! Two kernels in stream order: `attend` computes splits of the keys, `merge` folds what was left in the workspace. On Hopper
+//! clusters take the place of `attend` where a batch can have only a few items of low tiles. The grid follows from capacities
+//! and lengths are read on the device, so that a captured launch serves every batch of its bucket.
 
 use std::sync::{Arc, Mutex, OnceLock};
 
-use super::attention_tiling::{AttentionSize, BOX_TOKENS, Gpu, THREADS, TILE_ROWS, threads_of, tiling};
+use super::attention_tiling::{
+    AttentionSize, BOX_TOKENS, CLUSTER, Gpu, THREADS, TILE_ROWS, clusters, threads_of, tiling,
+};
 use crate::device::attention_view::{AttentionBatch, AttentionOut, HalfType, KvLayerView};
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Relaxed, Stream};
 use crate::device::images;
 use crate::device::params::attention::AttentionParams;
-use crate::device::tensor_map::TensorMap;
+use crate::device::tensor_map::{BOX_COLUMNS, TensorMap};
 use crate::device::view::{DeviceSlice, device_mismatch};
 use crate::error::{Error, Result, in_range};
 use crate::overlap::{Operand, disjoint};
@@ -61,27 +63,31 @@ pub struct AttentionCall {
     pub workspace: DeviceSlice<u8>,
 }
 
-/// Parameters of the kernel for tiles of 128 rows, as it declares them.
+/// Parameters of the kernels for which the copy engine loads, as they declare them.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
-struct WideCall {
-    /// Keys and values, in boxes of [`BOX_TOKENS`].
+struct BoxCall {
+    /// Keys and values, in boxes of [`BOX_TOKENS`] and [`BOX_COLUMNS`].
     boxes: [TensorMap; 2],
     /// The same, token by token.
     lines: [TensorMap; 2],
+    /// Values, in boxes of as many columns as a block of a cluster multiplies.
+    slices: TensorMap,
     params: AttentionParams,
 }
 
-impl WideCall {
+impl BoxCall {
     fn new(params: AttentionParams, head_dim: u32) -> Result<Self> {
         let tokens = (params.pages as u32) << params.page_shift; // no more than the cache's slots
-        let map =
-            |plane: u64, rows: u32| TensorMap::of_16_bits(plane, [tokens, params.kv_heads as u32 * head_dim], rows);
-        Ok(Self {
-            boxes: [map(params.k, BOX_TOKENS)?, map(params.v, BOX_TOKENS)?],
-            lines: [map(params.k, 1)?, map(params.v, 1)?],
-            params,
-        })
+        let map = |plane: u64, box_size: [u32; 2]| {
+            TensorMap::of_16_bits(plane, [tokens, params.kv_heads as u32 * head_dim], box_size)
+        };
+        let planes = [params.k, params.v];
+        let [boxes, lines] =
+            [[BOX_TOKENS, BOX_COLUMNS], [1, BOX_COLUMNS]].map(|size| planes.map(|plane| map(plane, size)));
+        let [[k, v], [k_line, v_line]] = [boxes, lines];
+        let slices = map(params.v, [BOX_TOKENS, head_dim / CLUSTER])?;
+        Ok(Self { boxes: [k?, v?], lines: [k_line?, v_line?], slices, params })
     }
 }
 
@@ -90,6 +96,8 @@ impl WideCall {
 struct Image {
     /// By [`TILE_ROWS`].
     attend: [Function; 3],
+    /// By `CLUSTER_ROWS` of the tiling, with the clusters that run at once, where there are such.
+    clusters: Option<[(Function, u32); 2]>,
     /// For tiles of 128 rows, where there is one.
     wide: Option<Function>,
     merge: Function,
@@ -222,7 +230,8 @@ impl Attention {
         disjoint(&[&[call.out.span(), call.workspace.span()]], &[&read])?;
         let page = batch.page().get();
         let wide_pages = page >= BOX_TOKENS && cache.num_slots() as u32 >= page;
-        let tiling = tiling(&size, Gpu { wide_pages, ..self.gpu })?;
+        let gpu = Gpu { wide_pages, ..self.gpu };
+        let tiling = tiling(&size, gpu)?;
         let slots = (call.workspace.len() as u64).saturating_sub(tiling.header) / tiling.slot;
         let least = u64::from(tiling.grid);
         if slots < least {
@@ -246,6 +255,13 @@ impl Attention {
                 limit: u32::MAX.into(),
             });
         }
+        let image = self.image(cache.element(), cache.head_dim(), call.cap.is_some())?;
+        let _current = context.enter()?;
+        let clusters = clusters(&size, gpu, &tiling, slots).zip(image.clusters).map(|(found, kernels)| {
+            let (kernel, at_once) = kernels[found.height];
+            (found, kernel, found.most.min(at_once.into()) as u32)
+        });
+        let clusters = clusters.filter(|(found, _, number)| found.items <= u64::from(number * CLUSTER));
         let report = context.report(stream)?;
         let partials = call.workspace.address() + tiling.header;
         let (k, v) = cache.addresses();
@@ -281,22 +297,31 @@ impl Attention {
             slots: slots as i32,
             slot_rows: tiling.slot_rows as i32,
             tile_rows: tiling.rows as i32,
+            clusters: clusters.map_or(0, |(.., number)| number as i32),
             stages: tiling.stages as i32,
             scale_bits: scale.to_bits(),
             slot_pieces,
             cap_bits: cap.to_bits(),
+            reserved: 0,
         };
-        let image = self.image(cache.element(), cache.head_dim(), call.cap.is_some())?;
         let attend = TILE_ROWS.into_iter().zip(image.attend).find(|(rows, _)| *rows == tiling.rows).map(|(_, f)| f);
-        let _current = context.enter()?;
         let (grid, threads) = ((tiling.grid, 1, 1), threads_of(tiling.rows));
         match (attend, image.wide) {
             // SAFETY: the module is loaded for the process and its context is current. Addresses and capacities come from views,
             // whose constructors' callers promised them; `slots` slots lie within the workspace. The fault record lives as
             // long as the process.
-            (Some(attend), _) => unsafe { attend.launch_with_shared(grid, threads, tiling.shared, stream, &params)? },
+            (Some(attend), _) => unsafe {
+                if let Some((found, kernel, number)) = clusters {
+                    let params = AttentionParams { stages: found.stages as i32, ..params };
+                    let call = BoxCall::new(params, size.head_dim)?;
+                    let (grid, shared) = ((number * CLUSTER, 1, 1), (found.shared, CLUSTER));
+                    kernel.launch_in_clusters(grid, THREADS, shared, stream, &call)?;
+                } else {
+                    attend.launch_with_shared(grid, threads, tiling.shared, stream, &params)?;
+                }
+            },
             (None, Some(wide)) => {
-                let call = WideCall::new(params, size.head_dim)?;
+                let call = BoxCall::new(params, size.head_dim)?;
                 // SAFETY: as above; the maps are of the cache's two planes.
                 unsafe { wide.launch_with_shared(grid, threads, tiling.shared, stream, &call)? }
             }
@@ -333,7 +358,16 @@ impl Attention {
         for function in attend.into_iter().chain(wide) {
             function.allow_shared(self.gpu.shared.0)?;
         }
-        let image = Image { attend, wide, merge: module.early_function("attention_merge")?, _module: module };
+        let mut clusters = None;
+        if self.gpu.wide(head_dim) {
+            let kernel = |name| -> Result<(Function, u32)> {
+                let (function, shared) = (module.function(name)?, self.gpu.cluster_shared());
+                function.allow_shared(shared)?;
+                Ok((function, function.clusters_at_once(THREADS, CLUSTER, shared)?))
+            };
+            clusters = Some([kernel("attention_cluster_16")?, kernel("attention_cluster_32")?]);
+        }
+        let image = Image { attend, clusters, wide, merge: module.early_function("attention_merge")?, _module: module };
         Ok(cell.get_or_init(|| image))
     }
 }

@@ -21,6 +21,14 @@ pub(super) const TILE_ROWS: [u32; 3] = [16, 32, 64];
 pub(super) const WIDE_ROWS: u32 = 128;
 /// Tokens of a box that the copy engine loads for [`WIDE_ROWS`]: a page has as many or more.
 pub(super) const BOX_TOKENS: u32 = 16;
+/// Heights of tiles whose splits clusters may share.
+pub(super) const CLUSTER_ROWS: [u32; 2] = [16, 32];
+/// Blocks of a cluster: each has one of a split's blocks of keys.
+pub(super) const CLUSTER: u32 = (ATTENTION_SPLIT / ATTENTION_BLOCK) as u32;
+/// Tiles of a launch that clusters take, at most, by [`CLUSTER_ROWS`]: up to these a launch with more splits than clusters, too,
+/// takes as long as `attend`'s, or nearly. Requests, at most: a warp of the kernel counts them.
+const CLUSTER_TILES: [u64; 2] = [24, 8];
+const CLUSTER_REQUESTS: u32 = 32;
 /// Blocks of `merge` for each multiprocessor, at most. Those beside tiles of [`WIDE_ROWS`] begin when the tiles have ended, and
 /// are as many as have room at once.
 const MERGE_RESIDENT: u32 = 16;
@@ -81,6 +89,11 @@ pub(super) struct Gpu {
 }
 
 impl Gpu {
+    /// Shared memory of a cluster's block, at most.
+    pub(super) fn cluster_shared(self) -> u32 {
+        (self.shared.1 / RESIDENT).saturating_sub(RESERVED_SHARED)
+    }
+
     /// Whether there are tiles of [`WIDE_ROWS`].
     pub(super) fn wide(self, head_dim: u32) -> bool {
         self.warpgroups && self.wide_pages && by_warpgroups(head_dim)
@@ -192,6 +205,49 @@ pub(super) fn tiling(size: &AttentionSize, gpu: Gpu) -> Result<Tiling> {
     })
 }
 
+/// A launch of clusters in the place of `attend`'s, with the tiles and slots of its [`Tiling`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Clusters {
+    /// Index in [`CLUSTER_ROWS`].
+    pub(super) height: usize,
+    /// Entries of the ring.
+    pub(super) stages: u32,
+    /// Bytes of shared memory of a block.
+    pub(super) shared: u32,
+    /// Items that there can be; each needs a block.
+    pub(super) items: u64,
+    /// Clusters that share all splits there can be, and those for the tails.
+    pub(super) most: u64,
+}
+
+/// The clusters of a launch of few low tiles; `None` where there are too many, where its workspace has not a slot for each
+/// item, and where GPU or pages are not those of the copy engine.
+pub(super) fn clusters(size: &AttentionSize, gpu: Gpu, tiling: &Tiling, slots: u64) -> Option<Clusters> {
+    let height = CLUSTER_ROWS.iter().position(|&rows| rows == tiling.rows)?;
+    let tiles = u64::from(size.requests) * u64::from(size.kv_heads);
+    let splits = u64::from(size.max_keys).div_ceil(ATTENTION_SPLIT as u64);
+    // A request of more rows than its tile has taken a lower one for want of room.
+    let whole = u64::from(size.max_queries) * u64::from(size.group) <= tiling.rows.into();
+    if !gpu.wide(size.head_dim)
+        || !whole
+        || tiles > CLUSTER_TILES[height]
+        || size.requests > CLUSTER_REQUESTS
+        || slots < tiles * (splits + 1)
+    {
+        return None;
+    }
+    // Keys, and in their place a split's weights; behind them the values. Three entries, where a block has a split alone.
+    let block = ATTENTION_BLOCK as u32;
+    let stages = (CLUSTER * block * 2 * tiling.slot_rows).div_ceil(block * size.head_dim * 2).max(2) + 1;
+    // `Exchange` of the kernel: 64 bytes a row, and 32; 24 of each request.
+    let shared = shared_bytes(tiling.rows, stages, size.head_dim, size.requests, false)
+        + 64 * tiling.rows
+        + 32
+        + 24 * size.requests;
+    let most = tiles * splits + tiles.div_ceil(CLUSTER.into());
+    (shared <= gpu.cluster_shared()).then_some(Clusters { height, stages, shared, items: tiles * (splits + 1), most })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -266,6 +322,34 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn clusters_take_launches_of_few_low_tiles() {
+        let clusters = |size: &AttentionSize, gpu| {
+            let tiling = tiling(size, gpu).unwrap();
+            let found = clusters(size, gpu, &tiling, tiling.slots)?;
+            let items = u64::from(size.requests * size.kv_heads) * (u64::from(size.max_keys).div_ceil(1024) + 1);
+            assert_eq!(super::clusters(size, gpu, &tiling, items - 1), None, "a slot for each item");
+            // The weights lie in front of the ring's last entry, where the values are.
+            let entry = 128 * size.head_dim * 2;
+            assert!(CLUSTER * 256 * tiling.slot_rows <= (found.stages - 1) * entry);
+            assert!(2 * (found.shared + RESERVED_SHARED) <= gpu.shared.1);
+            assert_eq!(found.items, items);
+            Some((CLUSTER_ROWS[found.height], found.stages, found.most))
+        };
+        for (queries, rows) in [(1, 16), (4, 16), (5, 32), (8, 32)] {
+            assert_eq!(clusters(&llama(1, queries, 32768), H200), Some((rows, 3, 8 * 32 + 1)), "{queries} queries");
+        }
+        assert_eq!(clusters(&llama(3, 1, 2000), H200), Some((16, 3, 24 * 2 + 3)));
+        let half = |queries| clusters(&AttentionSize { head_dim: 64, ..llama(1, queries, 32768) }, H200).unwrap().1;
+        assert_eq!((half(1), half(8)), (3, 5));
+        assert_eq!(clusters(&llama(1, 9, 32768), H200), None);
+        assert_eq!(clusters(&llama(4, 1, 32768), H200), None);
+        assert_eq!(clusters(&llama(2, 8, 32768), H200), None);
+        assert_eq!(clusters(&AttentionSize { head_dim: 256, ..llama(1, 1, 32768) }, H200), None);
+        assert_eq!(clusters(&llama(1, 1, 32768), Gpu { wide_pages: false, ..H200 }), None);
+        assert_eq!(clusters(&llama(1, 1, 32768), ADA), None);
     }
 
     #[test]

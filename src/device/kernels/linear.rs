@@ -130,7 +130,7 @@ impl LinearKernel {
 
     /// The map of a weight of a plan's sizes: made once, kept beside the weight.
     pub(in crate::device) fn weight_map(&self, plan: &LinearPlan, address: u64) -> Result<TensorMap> {
-        TensorMap::of_16_bits(address, [plan.outputs, plan.inputs], TILES[plan.tile].outputs)
+        TensorMap::of_16_bits(address, [plan.outputs, plan.inputs], [TILES[plan.tile].outputs, BOX_COLUMNS])
     }
 
     /// `y = x W^T`, checked: `weight` and `x` of bfloat16, y of bfloat16 or float32, each without gaps and aligned to 16
@@ -187,7 +187,7 @@ impl LinearKernel {
         let stage = tile.depth * BOX_COLUMNS;
         let call = LinearCall {
             weight: *weight,
-            x: TensorMap::of_16_bits(x, [rows, plan.inputs], tokens)?,
+            x: TensorMap::of_16_bits(x, [rows, plan.inputs], [tokens, BOX_COLUMNS])?,
             params: LinearParams {
                 y,
                 outputs: plan.outputs as i32, // the driver took it for the map

@@ -95,6 +95,8 @@ declare! {
             slot_rows: i32,
             /// Rows of a tile.
             tile_rows: i32,
+            /// Clusters of the grid, which has a block for each item; 0 for a grid without.
+            clusters: i32,
             /// Entries of the ring of K and V tiles.
             stages: i32,
             /// Bits of the `f32` factor from a score to an exponent of 2.
@@ -103,6 +105,8 @@ declare! {
             slot_pieces: u32,
             /// Bits of the `f32` factor from a score to the exponent of e^2x in its tanh; 0 where scores have no cap.
             cap_bits: u32,
+            /// Zero; keeps the size a multiple of 8.
+            reserved: u32,
         }
     }
 }
