@@ -21,7 +21,7 @@ const SHORT_HEAD: usize = 128;
 /// Longest head, and most dimensions that are rotated.
 pub const MAX_HEAD_DIM: usize = 512;
 
-/// The kernels of `cuda/rope_kv.cu` on one device, by element type, for heads of up to [`SHORT_HEAD`] and for longer ones.
+/// The kernels of `cuda/rope_kv.cu` on one device, by element type, for heads of up to `SHORT_HEAD` and for longer ones.
 /// Functions are valid while `_module` is loaded.
 #[derive(Debug)]
 pub struct RopeKv {
