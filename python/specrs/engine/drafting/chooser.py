@@ -15,9 +15,9 @@ from specrs.engine.drafting.costs import Costs
 from specrs.models.acceptance import Acceptance
 
 TAIL = 32
-"""Positions that a head reads before its first draft, if it may begin anywhere. More positions cost more than they
-bring (part ``tails`` of `benches/results/gate.json`)."""
-_RISK = 0.7  # share of what a request may lose that one round may risk
+"""Positions that a head reads before its first draft, if it may begin anywhere. Fewer lose 6%, and more change 1%
+(part ``tails`` of `benches/results/gate.json`)."""
+_RISK = 0.7  # share of what those that draft may lose together that one round may risk
 _YIELD = 0.75  # share of a level's chance that the next level keeps (part ``yields`` there)
 _LEARN = 0.05  # weight of a round in a running mean
 _COOL = 0.8  # temperature up to which sampling is near to greedy
