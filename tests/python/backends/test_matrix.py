@@ -21,6 +21,7 @@ from specrs.backends import (
     Native,
     NativeCuda,
     Triton,
+    TritonCuda,
     UnsupportedCombinationError,
     find,
     on_device,
@@ -64,7 +65,7 @@ def domain(device: str) -> Iterator[Combination]:
 
 def exists(name: str, asked: Combination) -> bool:
     """The table in words."""
-    if asked.device == "cuda" and name != "native":
+    if asked.device == "cuda" and name not in ("native", "triton"):
         return False
     if asked.recurrent_state and asked.topk is not None:
         return False
@@ -108,12 +109,12 @@ def test_every_cell_is_answered_or_refused_with_what_would_work(name: str, devic
         assert found.speculate is not asked.recurrent_state
         if device == "cuda":
             assert not found.needs_cpu_seq_lens and "float16" in found.capabilities.kv_dtypes
-    assert refused > 0 and (accepted > 0) is (device == "cpu" or name == "native")
+    assert refused > 0 and (accepted > 0) is (device == "cpu" or name in ("native", "triton"))
 
 
 def test_the_rows_are_those_backends_on_those_devices() -> None:
     assert [(row.backend, row.device) for row in MATRIX] == [
-        *((cls, "cpu") for cls in BACKENDS.values()), (NativeCuda, "cuda"),
+        *((cls, "cpu") for cls in BACKENDS.values()), (NativeCuda, "cuda"), (TritonCuda, "cuda"),
     ]  # fmt: skip
     for row in MATRIX:
         assert set(row.graphs) <= set(GRAPH_LEVELS) and len(set(row.graphs)) == len(row.graphs) > 0
@@ -125,6 +126,7 @@ def test_specrs_own_backend_stands_for_itself_on_either_device() -> None:
     mine, cuda = Mine(), NativeCuda()
     assert on_device(mine, "cpu") is mine and on_device(mine, "cuda") is None
     assert on_device(cuda, "cuda") is cuda
+    assert isinstance(on_device(Triton(), "cuda"), TritonCuda) and isinstance(on_device(TritonCuda(), "cpu"), Triton)
 
 
 @pytest.mark.parametrize("mine", [Mine(), Silent()], ids=["declared", "silent"])
@@ -175,8 +177,8 @@ def test_one_backend_that_needs_the_lengths_takes_the_gpu_only_rounds_away(
          ["recurrent_state=True", "graphs='loop'", "recurrent state", "work: graphs='round'; or graphs='off'"]),
         ("native", Combination(device="cuda", kv_dtype="bfloat16", graphs="loop", gpu_only=False),
          ["no length while a loop runs", "graphs='round'", "gpu_only=None"]),
-        ("triton", Combination(device="cuda", kv_dtype="bfloat16", topk=8, page_size=16),
-         ["triton runs on the CPU", "work: device='cpu'; or attention_backend='native'"]),
+        ("flash_attention", Combination(device="cuda", kv_dtype="bfloat16", topk=8, page_size=16),
+         ["flash_attention runs on the CPU", "work: device='cpu'; or attention_backend='native' or 'triton'"]),
         ("flashinfer", Combination(topk=2, gpu_only=True), ["the host makes the plans", "gpu_only=None"]),
     ],
 )  # fmt: skip
