@@ -7,7 +7,11 @@ how much larger the log-probability of the reference's token is there. Seconds a
 medians of turns that the backends take in one process, after one turn that is not counted. "Accepted" are tokens a
 round. A synchronisation is a call of CUDA by which the host waits, counted over 8 steady steps.
 
-    python benches/gpu/attention_backends.py [--json FILE] [--tokens 96] [--turns 3]
+``kernels`` are attention alone at the heads of an 8B Llama (32 over 8, of 128), bf16: each phase behind 8192 positions
+of each request, pages of 16 that lie anywhere, a tree of 64 nodes and 8 branches, 40 new positions in ``extend``; from
+CUDA graphs that take turns, with the largest difference of both backends' results.
+
+    python benches/gpu/attention_backends.py [--json FILE] [--tokens 96] [--turns 3] [--requests 4]
 """
 
 from __future__ import annotations
@@ -23,11 +27,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "python"))
 import torch
+from timing import times
 
 from common import commit, versions
 from driver_calls import driver_calls
 from specrs import LLM, SamplingParams, assets
 from specrs.measuring.machine import driver
+from triton_world import PHASES, Heads, Pass, Requests
 
 BACKENDS = ("native", "triton")
 TREES = {1: (1, 4, 5), 4: (4, 4, 16), 8: (8, 4, 32)}
@@ -61,6 +67,22 @@ def synchronisations(llm: LLM, texts: list[str]) -> int:
     for i in ids:
         llm.abort(i)
     return sum(seen.synchronisations.values())
+
+
+def kernels(batch: int) -> list[dict[str, Any]]:
+    """Microseconds of each phase's attention."""
+    requests = Requests(1, (8, 6, 64), 16, "dense", 8192 + 256, [8192] * batch)
+    requests.counts = [40] * batch
+    found = []
+    for phase in PHASES:
+        one = Pass(requests, phase, Heads(8, 4, 128, torch.bfloat16), padded=False)
+        (triton, got), (native, want) = one.launch(torch.device("cuda", 0)), one.native(torch.device("cuda", 0))
+        us = times({"native": native, "triton": triton}, launches=10)
+        apart = float((got.float() - want.float()).abs().max())
+        row = {"phase": phase, "requests": batch, "us": us, "largest_difference": round(apart, 5)}
+        found.append(row | {"triton_over_native": round(us["triton"] / us["native"], 2)})
+        print(json.dumps(found[-1]), flush=True)
+    return found
 
 
 def measure(k: int, page: int, texts: list[str], reference: list[Any], tokens: int, turns: int) -> dict[str, Any]:
@@ -102,7 +124,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=4)
     args = parser.parse_args()
     texts, rows = assets.heldout_prompts()[: args.requests], list[dict[str, Any]]()
-    result = {
+    result: dict[str, Any] = {
         "commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()), "device": torch.cuda.get_device_name(),
         "driver": driver(), "versions": versions("triton"), "model": "pystdlib-16m", "requests": args.requests,
         "tokens": args.tokens, "turns": args.turns, "rows": rows,
@@ -116,6 +138,9 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
             if args.json:  # after each row: a run may be cut off
                 args.json.write_text(json.dumps(result, indent=1) + "\n")
+    result["kernels"] = [row for batch in (1, 8) for row in kernels(batch)]
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ from specrs.backends.base import Phase
 # and for others.
 _FEW_ROWS, _ROWS = 16, 64
 _PROGRAMS = 2  # programs a multiprocessor that splits may bring a pass to
-_HOST_PROGRAMS = 64
+_HOST_PROGRAMS = 8  # the same for a host, on which triton's interpreter runs one after another
+_MERGED = 16  # splits that are merged at a time
 _LOG2_E = 1.4426950408889634
 
 _LISTS, _CAUSAL, _MASKED = 0, 1, 2  # what a row attends to behind its list: nothing, earlier tokens, those of its mask
@@ -56,6 +57,12 @@ def _fold(  # type: ignore[no-untyped-def]
     v = tl.load(values + at, mask=load, other=0.0)
     mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
     return above, total * shrink + tl.sum(weights, 1), mixed
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _each(length, splits, KEYS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Keys of a split: whole blocks, as few as do, so that short lists have few splits."""
+    return tl.maximum(tl.cdiv(tl.cdiv(length, KEYS), splits), 1) * KEYS
 
 
 @triton.jit(do_not_specialize=["sequences", "queries", "num_slots", "tiles", "splits"])  # type: ignore[untyped-decorator]
@@ -101,8 +108,10 @@ def _attend(  # type: ignore[no-untyped-def]
     mixed = tl.zeros([ROWS, WIDE], tl.float32)
     start = tl.load(kv_indptr + sequence)
     length = tl.load(kv_indptr + sequence + 1) - start
-    each = tl.cdiv(tl.cdiv(length, KEYS), splits) * KEYS
+    each = _each(length, splits, KEYS)
     begin = split * each
+    if (split > 0) & (begin >= length):
+        return
     end = tl.minimum(begin + each, length)
     for key in range(begin, end, KEYS):
         places = key + tl.arange(0, KEYS)
@@ -113,7 +122,7 @@ def _attend(  # type: ignore[no-untyped-def]
             WIDE,
         )  # fmt: skip
     if OWN != 0:  # noqa: SIM102 - known when it is compiled, unlike the split
-        if split == splits - 1:  # the pass's own tokens
+        if split == 0:  # the pass's own tokens
             reach = count
             if OWN == 1:
                 reach = tl.minimum(count, ((tile + 1) * ROWS - 1) // GROUP + 1)
@@ -145,42 +154,47 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["queries", "tiles", "splits"])  # type: ignore[untyped-decorator]
 def _merge(  # type: ignore[no-untyped-def]
-    out, parts, sums, qo_indptr, queries, tiles, splits, OWN: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
-    DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    out, parts, sums, kv_indptr, qo_indptr, queries, tiles, splits, OWN: tl.constexpr, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    MERGED: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of a tile, each weighted by its sum of exponentials."""
-    sequence, tile, head = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
+    """Merge the splits of a row, each weighted by its sum of exponentials."""
+    sequence, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    head, row = tl.program_id(1), tl.program_id(2)
     if OWN == 0:
         first, count = sequence, 1
     else:
         first = tl.load(qo_indptr + sequence).to(tl.int32)
         count = tl.load(qo_indptr + sequence + 1).to(tl.int32) - first
-    if tile * ROWS >= count * GROUP:
+    query, member = (tile * ROWS + row) // GROUP, (tile * ROWS + row) % GROUP
+    if (query >= count) | (first + query >= queries):
         return
-    rows, dims = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
-    query = rows // GROUP
-    cells = ((query < count) & (first + query < queries))[:, None] & (dims < DIM)[None, :]
-    part = (tl.program_id(0) * tl.num_programs(1) + head) * splits
-    lines = part.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    best = tl.full([ROWS], float("-inf"), tl.float32)
-    for split in range(splits):
-        best = tl.maximum(best, tl.load(sums + lines + split * ROWS))
-    base = tl.where(best == float("-inf"), 0.0, best)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, WIDE], tl.float32)
-    for split in range(splits):
-        at = lines + split * ROWS
-        weight = tl.exp2(tl.load(sums + at) - base)
-        total += weight
-        mixed += weight[:, None] * tl.load(parts + at[:, None] * DIM + dims[None, :], mask=cells, other=0.0)
-    mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-    at = ((first + query) * HEADS + head * GROUP + rows % GROUP).to(tl.int64)[:, None] * DIM + dims[None, :]
-    tl.store(out + at, mixed.to(out.dtype.element_ty), mask=cells)
+    length = tl.load(kv_indptr + sequence + 1) - tl.load(kv_indptr + sequence)
+    used = tl.maximum(tl.cdiv(length, _each(length, splits, KEYS)), 1)
+    dims = tl.arange(0, WIDE)
+    best, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
+    mixed = tl.zeros([WIDE], tl.float32)
+    first_line = ((tl.program_id(0) * tl.num_programs(1) + head) * splits).to(tl.int64) * ROWS + row
+    for begin in range(0, used, MERGED):
+        split = begin + tl.arange(0, MERGED)
+        lines = first_line + split * ROWS
+        sizes = tl.load(sums + lines, mask=split < used, other=float("-inf"))
+        above = tl.maximum(best, tl.max(sizes, 0))
+        base = tl.where(above == float("-inf"), 0.0, above)
+        weights, shrink = tl.exp2(sizes - base), tl.exp2(best - base)
+        load = (split < used)[:, None] & (dims < DIM)[None, :]
+        part = tl.load(parts + lines[:, None] * DIM + dims[None, :], mask=load, other=0.0)
+        mixed = mixed * shrink + tl.sum(weights[:, None] * part, 0)
+        total = total * shrink + tl.sum(weights, 0)
+        best = above
+    mixed = mixed / tl.where(total == 0.0, 1.0, total)
+    at = ((first + query) * HEADS + head * GROUP + member).to(tl.int64) * DIM + dims
+    tl.store(out + at, mixed.to(out.dtype.element_ty), mask=dims < DIM)
 
 
 @functools.cache
 def _programs(device: torch.device) -> int:
-    """Return the number of programs that occupy a device. On a host, the interpreter runs one after another."""
+    """Return the number of programs that occupy a device."""
     if device.type == "cpu":
         return _HOST_PROGRAMS
     return _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
@@ -231,13 +245,18 @@ def attention(
     qo_indptr, mask = arrays.get("qo_indptr", unused), arrays.get("custom_mask", unused)
     parts = space.view(torch.float32)[: programs * splits * rows * dim]
     sums = space.view(torch.float32)[programs * splits * rows * dim :]
-    sizes = {"OWN": own, "HEADS": heads, "GROUP": group, "DIM": dim, "WIDE": triton.next_power_of_2(dim), "ROWS": rows}
+    sizes = {
+        "OWN": own, "HEADS": heads, "GROUP": group, "DIM": dim, "WIDE": triton.next_power_of_2(dim), "ROWS": rows,
+        "KEYS": 64 if dim <= 128 else 32,
+    }  # fmt: skip
     grid = ((sequences + (own != _LISTS)) * tiles, key_heads, splits)
     _attend[grid](
         q, keys, values, out, parts, sums, arrays["kv_indptr"], arrays["kv_indices"], qo_indptr,
         arrays.get("extend_slots", unused), arrays.get("mask_indptr", unused), mask.view(torch.uint8),
         scale * _LOG2_E, sequences, queries, keys.shape[0], keys.stride(0), tiles, splits, SPLIT=splits > 1,
-        KEYS=64 if dim <= 128 else 32, **sizes,
+        **sizes,
     )  # fmt: skip
     if splits > 1:
-        _merge[sequences * tiles, key_heads](out, parts, sums, qo_indptr, queries, tiles, splits, **sizes)
+        _merge[sequences * tiles, key_heads, min(rows, most)](
+            out, parts, sums, arrays["kv_indptr"], qo_indptr, queries, tiles, splits, MERGED=_MERGED, **sizes
+        )
