@@ -11,7 +11,7 @@ import torch
 
 from driver_calls import driver_calls
 from modelzoo import Pair, agree, write_eagle3, write_target
-from specrs import LLM, SamplingParams, device
+from specrs import LLM, ConfigError, SamplingParams, device
 from specrs.backends import MissingPackageError, Step, TritonCuda
 from specrs.backends.base import Phase
 from specrs.backends.triton import kernels
@@ -205,3 +205,13 @@ def test_what_the_engine_says_of_its_numerics(pair: Pair) -> None:
     with engine(pair, "triton", tree=(1, 4, 5)) as llm:
         assert llm.numerics["attention"] == "triton" and "attention_rule" not in llm.numerics
         assert "triton" in str(llm.budget)
+
+
+def test_scores_that_are_capped_are_refused(tmp_path: Path) -> None:
+    target = write_target(
+        tmp_path / "target", "Gemma2ForCausalLM", dtype=torch.bfloat16, head_dim=128, vocab_size=VOCAB,
+        eos_token_id=None, bos_token_id=None, query_pre_attn_scalar=40, sliding_window=8192,
+        attn_logit_softcapping=5.0, final_logit_softcapping=30.0,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="'triton': caps no scores.*which 'native' does"):
+        LLM(target, attention_backend="triton", device="cuda")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +20,7 @@ from specrs.backends import (
     Capabilities,
     Combination,
     FlashInfer,
+    MissingPackageError,
     Native,
     NativeCuda,
     Triton,
@@ -28,6 +31,7 @@ from specrs.backends import (
     resolve,
 )
 from specrs.engine.config import EngineConfig
+from specrs.models.cuda_attention import device_attention
 
 DTYPES: dict[str, Any] = {"cpu": "float32", "cuda": "float16"}  # a type that the device has
 # Written out, apart from what the classes declare: (layout, mode) of trees with K > 1 and P > 1.
@@ -248,3 +252,18 @@ def test_what_is_declared_is_what_the_table_stands_on() -> None:
     for row in MATRIX:
         assert "needs_cpu_seq_lens" in vars(row.backend), row.backend
         assert find(row.backend()).name == Capabilities.of(row.backend()).name
+
+
+@pytest.mark.parametrize(("installed", "words"), [(None, "it is not installed"), ("3.5.1", "3.5.1 is installed")])
+def test_a_package_that_is_missing_or_too_old_is_named(
+    installed: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = None if installed is None else types.SimpleNamespace(__version__=installed)
+    monkeypatch.setitem(sys.modules, "triton", module)  # None: importing it fails
+    with pytest.raises(
+        MissingPackageError, match=f"'triton': needs the package triton 3.6 or newer.*{words}"
+    ) as caught:
+        device_attention(TritonCuda())
+    error = caught.value
+    assert (error.backend, error.package, error.oldest, error.found) == ("triton", "triton", "3.6", installed)
+    device_attention(NativeCuda())
