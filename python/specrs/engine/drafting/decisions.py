@@ -94,9 +94,7 @@ class Drafting:
     def forget(self, request: Request) -> None:
         """Forget a request that has ended."""
         self.gathering.forget(request)  # may pay
-        account = self._accounts.pop(request.request_id, None)
-        if account is not None:
-            account.earn(request.produced, self._batch)
+        self._accounts.pop(request.request_id, None)
 
     # -- before a round -----------------------------------------------------------------------------------------
 
@@ -162,7 +160,6 @@ class Drafting:
         account = self.account(r)
         if len(r.tokens) < account.drafts_from:
             return False
-        account.earn(r.produced, batch)
         wait = self.policy.wait(account, batch, self._lag(r, ahead))
         if wait > 0.0 and wait >= r.remaining / 2:
             r.give_up_drafts(r.head.end)
@@ -255,11 +252,8 @@ class Drafting:
         if plan.head is None or policy.costs.free:
             return plan
         drew = [r for r, drafts in zip(batch, plan.head, strict=True) if drafts]
-        least, poor = policy.least_loss(size, len(drew)), 0
-        for r in drew:
-            account = self.account(r)
-            account.earn(r.produced, size)
-            poor += account.room(size) < least
+        least = policy.least_loss(size, len(drew))
+        poor = sum(self.account(r).room(size) < least for r in drew)
         if 0 < poor < len(drew):
             return None
         if poor and plan.levels == 1:
@@ -370,12 +364,15 @@ class Drafting:
                     kind.reached(share.accepted, min(plan.levels, len(p.tokens)))
 
     def _book(self, outcome: RoundOutcome, sizes: Sequence[int]) -> None:
-        """Book the plain rounds that drafts have won or lost, whichever source they came from.
+        """Book what each request's tokens earn, and the plain rounds that drafts of any source have won or lost.
 
         Args:
             sizes: nodes of each request's tree.
         """
         plan, size = outcome.plan, len(outcome.passed)
+        for p in outcome.passed:
+            if (account := self._accounts.get(p.request.request_id)) is not None:
+                account.earn(p.kept, size)
         each = zip(outcome.passed, sizes, outcome.head, strict=True)
         drew = [p for p, nodes, drafts in each if drafts or nodes > 1]
         if not drew:

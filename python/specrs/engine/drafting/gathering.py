@@ -196,10 +196,9 @@ class Gathering:
 
     def _affordable(self, r: Request, size: int) -> float:
         """Return the seconds of asking that a request can pay for, so that it can pay for a round with drafts, too."""
-        account, plain = self._account_of(r), self._policy.costs.plain(size)
-        account.earn(r.produced, size)
+        plain = self._policy.costs.plain(size)
         # It may be the only one with drafts, all of which are refused.
-        return account.room(size) * plain / size - (self._least_round(size, 1) - plain)
+        return self._account_of(r).room(size) * plain / size - (self._least_round(size, 1) - plain)
 
     def _sessions(self, r: Request, size: int) -> list[DraftSession]:
         """Return a request's sessions. If they begin now, the request pays for that: it is no part of asking's cost."""
