@@ -31,6 +31,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,10 +133,12 @@ def _figures(kernel: str, grid: str, block: str, launches: list[dict[str, str]])
 
 def profile(group: str, count: int, limit: float, raw: Path) -> str | None:
     """Run a group's cases under ncu, its list and the cases' names to files; why it ended early, if it did."""
+    listed = raw / f"{group}.csv"
+    listed.unlink(missing_ok=True)
     command = [
         "ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none",
         "--cache-control", CACHE_CONTROL[CACHES[group]], "--profile-from-start", "off", "--metrics", ",".join(METRICS),
-        "--log-file", str(raw / f"{group}.csv"), sys.executable, str(CASES), group, str(count),
+        "--log-file", str(listed), sys.executable, str(CASES), group, str(count),
     ]  # fmt: skip
     with (raw / f"{group}.cases").open("w") as cases:
         process = subprocess.Popen(command, stdout=cases, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -155,29 +158,25 @@ def read(group: str, raw: Path) -> list[dict[str, Any]]:
     """The cases that a group's files hold."""
     lines = (raw / f"{group}.cases").read_text().splitlines()
     cases = [json.loads(line) for line in lines if line.startswith("{")]
-    listed = by_case(launches_of((raw / f"{group}.csv").read_text()))
+    listed = raw / f"{group}.csv"  # which ncu does not write where it could not begin
+    launched = by_case(launches_of(listed.read_text() if listed.exists() else ""))
     return [
         {**case, "caches": CACHES[group], "kernels": kernels_of(launches)}
-        for case, launches in zip(cases, listed, strict=False)  # ncu may have been stopped
+        for case, launches in zip(cases, launched, strict=False)  # ncu may have been stopped
     ]
 
 
-def machine(raw: Path) -> dict[str, Any]:
-    """The card and the versions of a run, from its folder where it has them already."""
-    kept = raw / "machine.json"
-    if not kept.exists():
-        import torch
+def machine() -> dict[str, Any]:
+    """The commit, the card and the versions of a run."""
+    import torch
 
-        from specrs.measuring.machine import driver
+    from specrs.measuring.machine import driver
 
-        told = subprocess.run(["ncu", "--version"], capture_output=True, text=True, check=True).stdout
-        found = {
-            "commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
-            "device": torch.cuda.get_device_name(), "driver": driver(),
-            "versions": {**versions(), "ncu": told.split("Version")[-1].split()[0]},
-        }  # fmt: skip
-        kept.write_text(json.dumps(found))
-    return dict(json.loads(kept.read_text()))
+    told = subprocess.run(["ncu", "--version"], capture_output=True, text=True, check=True).stdout
+    return {
+        "commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()), "device": torch.cuda.get_device_name(),
+        "driver": driver(), "versions": {**versions(), "ncu": told.split("Version")[-1].split()[0]},
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -187,21 +186,30 @@ def main() -> None:
     parser.add_argument("--groups", default=",".join(CACHES))
     parser.add_argument("--launches", type=int, default=2, help="of each case that ncu looks at")
     parser.add_argument("--limit", type=float, default=300, help="seconds for a group")
-    parser.add_argument("--raw", type=Path, default=Path("ncu_raw"), help="folder of ncu's lists")
+    parser.add_argument(
+        "--raw", type=Path, help="folder that keeps ncu's lists (default: a new one for temporary files)"
+    )
     parser.add_argument("--read", action="store_true", help="read the folder's lists, run nothing")
     args = parser.parse_args()
+    if args.read and not args.raw:
+        parser.error("--read needs --raw")
     if not args.read and shutil.which("ncu") is None:
         raise SystemExit("ncu is not here: Nsight Compute has it")
-    args.raw.mkdir(parents=True, exist_ok=True)
+    raw = args.raw or Path(tempfile.mkdtemp(prefix="ncu_"))
+    raw.mkdir(parents=True, exist_ok=True)
+    head = raw / "machine.json"
+    if not args.read:
+        head.write_text(json.dumps(machine()))
     cases: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
-    result = {**machine(args.raw), "metrics": list(METRICS), "cases": cases, "failed": failed}
+    result = {**json.loads(head.read_text()), "metrics": list(METRICS), "cases": cases, "failed": failed}
     for group in args.groups.split(","):
-        why = None if args.read else profile(group, args.launches, args.limit, args.raw)
+        why = None if args.read else profile(group, args.launches, args.limit, raw)
         if why:
             failed[group] = why
-        cases += read(group, args.raw)
-        for case in cases:
+        found = read(group, raw)
+        cases += found
+        for case in found:
             print(json.dumps(case), flush=True)
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(failed))

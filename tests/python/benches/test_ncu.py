@@ -75,6 +75,8 @@ def test_files_of_a_group_that_was_stopped_give_the_cases_that_were_seen(tmp_pat
     [case] = ncu.read("metadata", tmp_path)
     assert (case["goals"], case["case"], case["caches"]) == ("4", "one", "kept")
     assert [row["kernel"] for row in case["kernels"]] == ["tree_build"]
+    (tmp_path / "metadata.csv").unlink()
+    assert ncu.read("metadata", tmp_path) == []
 
 
 def test_a_group_under_ncu_writes_its_files_and_says_why_it_ended(
