@@ -128,7 +128,6 @@ class Round:
     batch: Batch
     places: Sequence[int]
     loop: bool = False
-    cold = False
 
     @cached_property
     def _found(self) -> Found:

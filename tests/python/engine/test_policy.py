@@ -52,7 +52,7 @@ def test_costs_of_a_round() -> None:
     extend = costs.draft_extend.at(6)
     assert costs.drafting(batch=3, beams=6, levels=5) == 4 * 0.25 + extend + costs.overhead.at(SPECULATIVE)
     for _ in range(300):
-        costs.overhead.observe(SPECULATIVE, 0.01)
+        costs.overhead.observe(SPECULATIVE, 0.01, 1.0)
     assert abs(costs.overhead.at(SPECULATIVE) - 0.01) < 5e-4
 
 

@@ -122,26 +122,26 @@ class Drafting:
         size = len(plan.batch)
         for r in plan.drafting:
             if r.lag:
-                plan.resumes = True
                 self.account(r).pay(self.policy.resuming(self._lag(r), size), size)
         plan.limit = self._limit(plan.batch, plan.head)
         if self.launched:
             plan.levels = self._best(plan.batch, plan.head)[0]
 
-    def _able(self, batch: Batch, behind: bool = False) -> list[bool]:
+    def _able(self, batch: Batch, idle: Sequence[Request] | None = None) -> list[bool]:
         """Return for each request whether it drafts: the most requests that can each pay their share of a round.
 
         All requests of the batch wait for those that draft, so that a share is the larger, the fewer they are.
 
         Args:
-            behind: True for a round behind one in flight, in which each request has new positions.
+            idle: for a round behind one in flight, the requests that do not draft in that one.
         """
         size, rooms = len(batch), dict[int, float]()
         for i, r in enumerate(batch):
-            if (behind or r.can_draft) and self._pays(r, size):
+            ahead = idle is not None and r in idle
+            if (idle is not None or r.can_draft) and self._pays(r, size, ahead):
                 rooms[i] = math.inf
                 if not self.policy.costs.free:
-                    rooms[i] = self.account(r).room(size) - self.policy.resuming(self._lag(r), size)
+                    rooms[i] = self.account(r).room(size) - self.policy.resuming(self._lag(r, ahead), size)
         while rooms:
             poorest = min(rooms, key=rooms.__getitem__)
             if rooms[poorest] >= self.policy.least_loss(size, len(rooms)) - _ROUNDING:
@@ -149,10 +149,13 @@ class Drafting:
             del rooms[poorest]
         return [i in rooms for i in range(size)]
 
-    def _pays(self, r: Request, batch: int) -> bool:
+    def _pays(self, r: Request, batch: int, ahead: bool = False) -> bool:
         """Return whether a request could pay for drafts of the head if all of its batch drafted.
 
         A request that is not expected to be able to do so again gives them up.
+
+        Args:
+            ahead: True behind a round in flight in which it does not draft.
         """
         if not r.head.followed or r.max_depth < 1 or self.policy.costs.free:
             return r.head.followed and r.max_depth > 0
@@ -160,15 +163,16 @@ class Drafting:
         if len(r.tokens) < account.drafts_from:
             return False
         account.earn(r.produced, batch)
-        wait = self.policy.wait(account, batch, self._lag(r))
+        wait = self.policy.wait(account, batch, self._lag(r, ahead))
         if wait > 0.0 and wait >= r.remaining / 2:
             r.give_up_drafts(r.head.end)
         account.drafts_from = len(r.tokens) + min(wait, WAIT)
         return wait == 0.0
 
-    def _lag(self, r: Request) -> int:
-        """Return how many positions the head must run over before the request drafts."""
-        return min(r.lag, r.committed - self.begins(r))
+    def _lag(self, r: Request, ahead: bool = False) -> int:
+        """Return how many positions the head must run over before the request drafts, at least one if a round without
+        its drafts is in flight (``ahead``)."""
+        return min(r.lag + ahead, r.committed - self.begins(r))
 
     def _limit(self, batch: Batch, head: Sequence[bool], flying: float = 0.0) -> float:
         """Return the seconds that a round of a batch may take, of which ``head`` tells who drafts."""
@@ -244,8 +248,8 @@ class Drafting:
         """
         head, size, policy = plan.head or [False] * len(plan.batch), len(batch), self.policy
         idle = [r for r, drafts in zip(plan.batch, head, strict=True) if not drafts and r.finish_reason is None]
-        if self.has_head and any(self._pays(r, size) for r in idle):
-            able = {r.request_id for r, drafts in zip(batch, self._able(batch, behind=True), strict=True) if drafts}
+        if self.has_head and any(self._pays(r, size, ahead=True) for r in idle):
+            able = {r.request_id for r, drafts in zip(batch, self._able(batch, idle), strict=True) if drafts}
             if any(r.request_id in able for r in idle):
                 return None  # a request that does not draft does so in the next round
         if plan.head is None or policy.costs.free:

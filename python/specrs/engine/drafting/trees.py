@@ -60,10 +60,6 @@ class VerifiedTrees(Protocol):
     def accepts(self) -> Accepts:
         """The accepted paths and tokens."""
 
-    @property
-    def cold(self) -> bool:
-        """True if the round took longer than others like it will, since memory or a graph was made for it."""
-
     def likeliest(self, requests: Sequence[int], count: int) -> Sequence[tuple[list[int], list[list[int]]]] | None:
         """Return the tokens of the nodes of some requests' trees, and the ``count`` tokens that the target finds
         likeliest behind each node, likeliest first. ``None`` where the device no longer has the scores.
