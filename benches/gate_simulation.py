@@ -145,10 +145,11 @@ def _round(p: Engine, live: Sequence[Simulated], rng: random.Random, claims: Seq
     for r in live:
         accepted = min(drawn.get(id(r), 0), r.ends - r.produced - 1)  # tokens after the end won nothing
         r.produced += accepted + 1
+        r.account.earn(accepted + 1, batch)
         done.tokens += accepted + 1
         if id(r) in drawn:
             wins.append(accepted)
-            kind.learn(claims[: nodes[some.index(r)]], drawn[id(r)], gain)
+            kind.learn(gain)
             p.calibration.grade([chain], [*range(drawn[id(r)]), _DEPTH])
             r.lag, r.rounds = 0, r.rounds + 1
         else:
@@ -162,7 +163,6 @@ def _pays(p: Engine, r: Simulated, batch: int) -> bool:
     """Return whether a request can pay for drafts, asked of the policy as `Drafting` asks."""
     if not r.follows:
         return False
-    r.account.earn(r.produced, batch)
     wait = p.wait(r.account, batch, r.lag)
     r.follows = wait == 0.0 or wait < (r.tokens - r.produced) / 2
     return wait == 0.0
@@ -188,17 +188,9 @@ def begin(
     return Simulated(account, tokens, chance, tokens if ends is None else ends, follows=follows)
 
 
-def together(p: Engine, requests: Sequence[Simulated], rng: random.Random) -> Decoded:
-    """Requests from their beginning to what the engine learns of them."""
-    done = decode(p, requests, rng)
-    for r in requests:
-        r.account.earn(r.produced, len(requests))
-    return done
-
-
 def request(p: Engine, tokens: int, chance: float, rng: random.Random, ends: int | None = None) -> Decoded:
     """Decode one request by itself."""
-    return together(p, [begin(p, tokens, chance, ends=ends)], rng)
+    return decode(p, [begin(p, tokens, chance, ends=ends)], rng)
 
 
 def simulate(
@@ -221,7 +213,7 @@ def simulate(
             took = drawn = 0.0
             for _ in range(-(-16 // batch)):
                 some = [begin(p, tokens, chance * (i % 2 == 0), batch=batch) for i in range(batch)]
-                done = together(p, some, rng)
+                done = decode(p, some, rng)
                 took, drawn = took + done.took, drawn + done.tokens
             ratios.append(drawn / took)
         smallest = 1.0 + policy(step, growth).least_loss(batch, batch)

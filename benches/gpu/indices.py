@@ -94,15 +94,19 @@ class Steps:
         """The host's plan of a step: each branch and its own lane."""
         return self.planner.draft(self.world.seqs, self.world.lens, step, None, "lane")
 
+    def plan(self, step: int) -> None:
+        """Plan a step on the device."""
+        w = self.world
+        core._device_plan(
+            geometry=w.geometry, phase="draft", draft_step=step, table=w.table, num_pages=w.pool.num_pages,
+            rows=w.rows, versions=self.versions, lens=w.device_lens, live=w.live, plan=self.plans[step],
+            format=self.format, masks="both", arrays=self.arrays[step], stream=stream(),
+        )  # fmt: skip
+
     def launch(self) -> None:
         """Plan every step on the device."""
-        w = self.world
         for step in range(SHAPE.steps):
-            core._device_plan(
-                geometry=w.geometry, phase="draft", draft_step=step, table=w.table, num_pages=w.pool.num_pages,
-                rows=w.rows, versions=self.versions, lens=w.device_lens, live=w.live, plan=self.plans[step],
-                format=self.format, masks="both", arrays=self.arrays[step], stream=stream(),
-            )  # fmt: skip
+            self.plan(step)
 
     def check(self) -> int:
         """Compare every array with the host's; the bytes that all of them take."""

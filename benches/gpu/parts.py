@@ -176,34 +176,42 @@ def verification(r: Round, logits: torch.Tensor) -> dict[str, Callable[[], objec
     }
 
 
+class Layer:
+    """The products of one layer for `rows` rows, by our classes of bits and by torch."""
+
+    def __init__(self, rows: int, max_rows: int) -> None:
+        opened = device.products()
+        self.rows = rows
+        weights = {n: torch.randn(shape, device=CUDA).mul_(shape[1] ** -0.5).bfloat16() for n, shape in LAYER.items()}
+        # Several layers' worth, so that no weight is found in the L2.
+        self.sets = [weights, {n: w.clone() for n, w in weights.items()}]
+        self.linears = [{n: opened.linear(w, max_rows) for n, w in s.items()} for s in self.sets]
+        self.inputs = {n: torch.randn(rows, w.shape[1], device=CUDA).bfloat16() for n, w in weights.items()}
+        self.outputs = {n: torch.empty(rows, w.shape[0], device=CUDA, dtype=torch.bfloat16) for n, w in weights.items()}
+        space = max(li.workspace_bytes for s in self.linears for li in s.values()) + 16
+        self.space = torch.empty(space, dtype=torch.uint8, device=CUDA)
+
+    def ours(self, name: str, at: int) -> None:
+        self.linears[at][name].launch(self.rows, self.inputs[name], self.outputs[name], self.space, stream())
+
+    def torchs(self, name: str, at: int) -> None:
+        torch.mm(self.inputs[name], self.sets[at][name].t(), out=self.outputs[name])
+
+    def every(self, product: Callable[[str, int], None]) -> None:
+        for at, weights in enumerate(self.sets):
+            for name in weights:
+                product(name, at)
+
+
 def products(rows: int) -> dict[str, float]:
     """The products of one layer with our classes of bits, and torch's."""
-    opened = device.products()
-    weights = {n: torch.randn(shape, device=CUDA).mul_(shape[1] ** -0.5).bfloat16() for n, shape in LAYER.items()}
-    # Several layers' worth, so that no weight is found in the L2.
-    sets = [weights, {n: w.clone() for n, w in weights.items()}]
-    linears = [{n: opened.linear(w, 2048) for n, w in s.items()} for s in sets]
-    inputs = {n: torch.randn(rows, w.shape[1], device=CUDA).bfloat16() for n, w in weights.items()}
-    outputs = {n: torch.empty(rows, w.shape[0], device=CUDA, dtype=torch.bfloat16) for n, w in weights.items()}
-    space = torch.empty(
-        max(li.workspace_bytes for s in linears for li in s.values()) + 16, dtype=torch.uint8, device=CUDA
-    )
-
-    def ours() -> None:
-        for s in linears:
-            for n, linear in s.items():
-                linear.launch(rows, inputs[n], outputs[n], space, stream())
-
-    def torchs() -> None:
-        for s in sets:
-            for n, w in s.items():
-                torch.mm(inputs[n], w.t(), out=outputs[n])
-
-    ours()
-    want = {n: y.clone() for n, y in outputs.items()}
-    torchs()
-    for n, y in outputs.items():
+    layer = Layer(rows, 2048)
+    layer.every(layer.ours)
+    want = {n: y.clone() for n, y in layer.outputs.items()}
+    layer.every(layer.torchs)
+    for n, y in layer.outputs.items():
         torch.testing.assert_close(y, want[n], rtol=2e-2, atol=2e-2)
+    ours, torchs = lambda: layer.every(layer.ours), lambda: layer.every(layer.torchs)
     got = times({"ours": ours, "torch": torchs}, launches=4)
     return {"ours_us": got["ours"] / 2, "torch_us": got["torch"] / 2, "ratio": round(got["ours"] / got["torch"], 4)}
 

@@ -28,6 +28,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from timing import graph_of, medians, stream
 
 from common import commit, versions
+from specrs import _specrs as core
+from specrs import device
+from specrs.measuring.machine import driver
 
 LAYERS, HEADS, KV_HEADS, DIM = 32, 32, 8, 128
 WIDTH = (HEADS + 2 * KV_HEADS) * DIM
@@ -35,34 +38,52 @@ POSITIONS, SLOTS = 8192, 8192
 ROWS = (1, 8, 64, 1024, 4096)
 
 
+class World:
+    """A cache of all layers and the tables of angles."""
+
+    def __init__(self) -> None:
+        self.random = torch.Generator("cuda").manual_seed(1)
+        self.table = tuple(torch.randn(POSITIONS, DIM // 2, generator=self.random, device="cuda") for _ in range(2))
+        self.cache = torch.zeros(LAYERS, 2, SLOTS, KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda")
+
+
+class Rows:
+    """Operands of a launch over `rows` rows of a qkv product."""
+
+    def __init__(self, world: World, rows: int) -> None:
+        random = {"generator": world.random, "device": "cuda"}
+        self.world = world
+        self.qkv = torch.randn(rows, WIDTH, **random).to(torch.bfloat16)
+        self.q = torch.empty_like(self.qkv[:, : HEADS * DIM]).contiguous()
+        self.positions = torch.randint(0, POSITIONS, (rows,), dtype=torch.int32, **random)
+        self.slots = (1 + torch.randperm(SLOTS - 1, **random)[:rows]).to(torch.int32)
+
+    def launch(self, layer: int) -> None:
+        core._device_rope_kv(
+            self.qkv, HEADS, KV_HEADS, None, None, None, 0.0, self.world.table, self.positions, self.slots, self.q,
+            self.world.cache, layer, stream(),
+        )  # fmt: skip
+
+    def bits(self) -> str:
+        """A hash of what the launches wrote."""
+        wrote = (self.q, self.world.cache[:, :, self.slots.long()])
+        bits = torch.cat([t.flatten() for t in wrote]).view(torch.int16)
+        return hashlib.sha256(bits.cpu().numpy().tobytes()).hexdigest()[:16]
+
+
 def measure() -> None:
     """Print a line of JSON for each number of rows."""
-    from specrs import _specrs as core
-    from specrs import device
-
     device.init()
-    cuda = torch.device("cuda")
-    random = torch.Generator(cuda).manual_seed(1)
-    table = tuple(torch.randn(POSITIONS, DIM // 2, generator=random, device=cuda) for _ in range(2))
-    cache = torch.zeros(LAYERS, 2, SLOTS, KV_HEADS, DIM, dtype=torch.bfloat16, device=cuda)
+    world = World()
     for rows in ROWS:
-        qkv = torch.randn(rows, WIDTH, generator=random, device=cuda).to(torch.bfloat16)
-        q, copy = torch.empty_like(qkv[:, : HEADS * DIM]).contiguous(), torch.empty_like(qkv)
-        positions = torch.randint(0, POSITIONS, (rows,), generator=random, device=cuda, dtype=torch.int32)
-        slots = (1 + torch.randperm(SLOTS - 1, generator=random, device=cuda)[:rows]).to(torch.int32)
-        at = (table, positions, slots, q, cache)
-
-        def launch(layer: int, qkv: torch.Tensor = qkv, at: tuple[object, ...] = at) -> None:
-            core._device_rope_kv(qkv, HEADS, KV_HEADS, None, None, None, 0.0, *at, layer, stream())
-
-        calls: list[Callable[[], object]] = [lambda layer=i: launch(layer) for i in range(LAYERS)]  # type: ignore[misc]
-        copies: list[Callable[[], object]] = [lambda to=copy, of=qkv: to.copy_(of)] * LAYERS  # type: ignore[misc]
+        of = Rows(world, rows)
+        copy = torch.empty_like(of.qkv)
+        calls: list[Callable[[], object]] = [lambda of=of, i=i: of.launch(i) for i in range(LAYERS)]  # type: ignore[misc]
+        copies: list[Callable[[], object]] = [lambda to=copy, of=of: to.copy_(of.qkv)] * LAYERS  # type: ignore[misc]
         us = medians({"rope_kv": (graph_of(calls), LAYERS), "copy": (graph_of(copies), LAYERS)}, repeats=30)
         device.check()
-        bits = torch.cat([t.flatten() for t in (q, cache[:, :, slots.long()])]).view(torch.int16)
-        told = hashlib.sha256(bits.cpu().numpy().tobytes()).hexdigest()[:16]
-        bytes_ = 2 * qkv.nbytes
-        row = {"rows": rows, "bytes": bytes_, **{name: round(t, 3) for name, t in us.items()}, "bits": told}
+        bytes_ = 2 * of.qkv.nbytes
+        row = {"rows": rows, "bytes": bytes_, **{name: round(t, 3) for name, t in us.items()}, "bits": of.bits()}
         print(json.dumps(row), flush=True)
 
 
@@ -77,8 +98,6 @@ def main() -> None:
     if args.measure:
         measure()
         return
-    from specrs.measuring.machine import driver
-
     us: dict[int, dict[str, list[float]]] = {}
     bits: dict[int, set[str]] = {}
     for _ in range(args.turns):

@@ -23,6 +23,7 @@ from specrs import device
 from specrs.operands import AcceptArrays, BeamArrays, SamplerArrays, TreeArrays
 
 K, STEPS, NODES = 8, 6, 64
+REACH = 4  # rows that a walk reaches
 ROTATE_BYTES = 400 << 20
 SAMPLING: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.8},
@@ -135,9 +136,11 @@ class Verify:
         return int(self.accepts.offsets[-1])
 
 
-def verify(batch: int, vocab: int, how: str, dtype: torch.dtype, full: bool, bandwidth: float, repeats: int) -> Any:
-    reach = 4
-    v = Verify(batch, vocab, reach, dtype)
+def verification(
+    batch: int, vocab: int, how: str, dtype: torch.dtype, full: bool
+) -> tuple[Verify, Callable[[int], None]]:
+    """A batch whose walks reach `REACH` rows, and its launch on a set of logits."""
+    v = Verify(batch, vocab, REACH, dtype)
     # The same drawn tokens in every set: all sets hold the first one's logits of the path.
     for other in v.logits[1:]:
         for node in v.paths:
@@ -173,14 +176,19 @@ def verify(batch: int, vocab: int, how: str, dtype: torch.dtype, full: bool, ban
     v.arrange(drawn)
     call(0)
     torch.cuda.synchronize()
-    if v.reached() != reach * batch:
-        raise SystemExit(f"{how}: {v.reached()} rows reached at batch {batch}, not {reach * batch}")
+    if v.reached() != REACH * batch:
+        raise SystemExit(f"{how}: {v.reached()} rows reached at batch {batch}, not {REACH * batch}")
+    return v, call
+
+
+def verify(batch: int, vocab: int, how: str, dtype: torch.dtype, full: bool, bandwidth: float, repeats: int) -> Any:
+    v, call = verification(batch, vocab, how, dtype, full)
     n = max(len(v.logits), 4)
     graphs = {"specrs": (graph_of([lambda i=i: call(i) for i in range(n)]), n)}
     if how == "greedy":
         graphs["torch"] = (graph_of([lambda i=i: v.logits[i % len(v.logits)].argmax(-1) for i in range(n)]), n)
-    name = f"{how}, {'full' if full else 'walk'}, {reach} rows reached, {str(dtype).removeprefix('torch.')}"
-    rows = NODES if full else reach
+    name = f"{how}, {'full' if full else 'walk'}, {REACH} rows reached, {str(dtype).removeprefix('torch.')}"
+    rows = NODES if full else REACH
     return result(name, batch, vocab, medians(graphs, repeats), dtype.itemsize * vocab * batch * rows / bandwidth)
 
 

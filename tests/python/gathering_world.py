@@ -136,18 +136,19 @@ class World:
             batch = Batch(live)  # type: ignore[arg-type]
             proposals = self.gathering.ask(batch)
             self.rounds += 1
-            if proposals is None or proposals.trees is None:
+            hosted = None if proposals is None else proposals.trees
+            sizes = [1] * len(live) if hosted is None else [len(tree) for tree in hosted.drafts]
+            if hosted is None:
                 self.clock.now += self.costs.plain(len(live))
                 for t in live:
                     t.tokens.append(t.all[len(t.tokens)])
+                passed = [Passed(t, t.tokens[-1:], 1) for t in live]  # type: ignore[arg-type]
             else:
                 self.drafted += 1
-                hosted = proposals.trees
-                rows = sum(map(len, hosted.drafts))
-                self.clock.now += self.costs.target.at(rows) + self.costs.overhead.at(HOSTED)
+                self.clock.now += self.costs.target.at(sum(sizes)) + self.costs.overhead.at(HOSTED)
                 passed = [self._walk(t, tree) for t, tree in zip(live, hosted.drafts, strict=True)]
-                outcome = RoundOutcome(RoundPlan(batch, proposals, trees=hosted), range(len(live)), passed, None, None)  # type: ignore[arg-type]
-                self.drafting._book(outcome, [len(tree) for tree in hosted.drafts])
+            outcome = RoundOutcome(RoundPlan(batch, proposals, trees=hosted), range(len(live)), passed, None, None)  # type: ignore[arg-type]
+            self.drafting._book(outcome, sizes)
             for t in live:
                 if t.remaining <= 0:
                     self.drafting.forget(t)  # type: ignore[arg-type]

@@ -220,7 +220,7 @@ pub(super) struct Clusters {
     pub(super) most: u64,
 }
 
-/// The clusters of a launch of few low tiles; `None` where there are too many, where its workspace has not a slot for each
+/// The clusters of a launch of few low tiles; `None` where there are none or too many, where its workspace has not a slot for each
 /// item, and where GPU or pages are not those of the copy engine.
 pub(super) fn clusters(size: &AttentionSize, gpu: Gpu, tiling: &Tiling, slots: u64) -> Option<Clusters> {
     let height = CLUSTER_ROWS.iter().position(|&rows| rows == tiling.rows)?;
@@ -230,7 +230,7 @@ pub(super) fn clusters(size: &AttentionSize, gpu: Gpu, tiling: &Tiling, slots: u
     let whole = u64::from(size.max_queries) * u64::from(size.group) <= tiling.rows.into();
     if !gpu.wide(size.head_dim)
         || !whole
-        || tiles > CLUSTER_TILES[height]
+        || !(1..=CLUSTER_TILES[height]).contains(&tiles)
         || size.requests > CLUSTER_REQUESTS
         || slots < tiles * (splits + 1)
     {
@@ -345,6 +345,7 @@ mod tests {
         let half = |queries| clusters(&AttentionSize { head_dim: 64, ..llama(1, queries, 32768) }, H200).unwrap().1;
         assert_eq!((half(1), half(8)), (3, 5));
         assert_eq!(clusters(&llama(1, 9, 32768), H200), None);
+        assert_eq!(clusters(&llama(0, 1, 32768), H200), None, "a launch of no blocks");
         assert_eq!(clusters(&llama(4, 1, 32768), H200), None);
         assert_eq!(clusters(&llama(2, 8, 32768), H200), None);
         assert_eq!(clusters(&AttentionSize { head_dim: 256, ..llama(1, 1, 32768) }, H200), None);

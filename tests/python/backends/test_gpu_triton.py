@@ -213,5 +213,5 @@ def test_scores_that_are_capped_are_refused(tmp_path: Path) -> None:
         eos_token_id=None, bos_token_id=None, query_pre_attn_scalar=40, sliding_window=8192,
         attn_logit_softcapping=5.0, final_logit_softcapping=30.0,
     )  # fmt: skip
-    with pytest.raises(ConfigError, match="'triton': caps no scores.*which 'native' does"):
+    with pytest.raises(ConfigError, match=r"'triton': caps no scores.*which 'native' does"):
         LLM(target, attention_backend="triton", device="cuda")

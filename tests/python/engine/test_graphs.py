@@ -12,9 +12,7 @@ import torch
 from specrs import _specrs as core
 from specrs.engine.devices import graphs as captures
 from specrs.engine.devices.graphs import Bucket, Graphs
-from specrs.engine.devices.launched import LaunchedRound
 from specrs.engine.devices.launches import Variant
-from specrs.engine.request.batch import Batch
 
 PLAIN = Variant(1, 0, False, None)
 
@@ -56,7 +54,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 def bucket_of(gpu: Gpu, graphs: str = "round") -> Bucket:
     """A bucket without memory."""
     bucket = Bucket.__new__(Bucket)
-    bucket.models, bucket.rounds, bucket.cold = gpu.models(graphs), 0, -1
+    bucket.models, bucket.rounds = gpu.models(graphs), 0
     bucket.looping = bucket.overtaken = False
     bucket.graphs = Graphs(bucket.models)
     ring = SimpleNamespace(clear_stop=lambda: None)
@@ -64,10 +62,6 @@ def bucket_of(gpu: Gpu, graphs: str = "round") -> Bucket:
     logits = torch.zeros(1, 1)
     bucket.launches = SimpleNamespace(run=lambda variant, handle: logits, kept=list)  # type: ignore[assignment]
     return bucket
-
-
-def round_of(bucket: Bucket, number: int, variant: Variant = PLAIN) -> LaunchedRound:
-    return LaunchedRound(Batch([]), bucket, number, variant, range(0))
 
 
 def test_launches_run_once_are_captured_and_replayed(gpu: Gpu) -> None:
@@ -108,32 +102,17 @@ def test_without_graphs_nothing_is_captured(gpu: Gpu) -> None:
     assert not gpu.captured
 
 
-def test_a_round_is_cold_if_anything_was_made_before_its_end(gpu: Gpu) -> None:
-    """The round behind is launched, and perhaps captured, before the host has read this one."""
-    bucket = bucket_of(gpu)
-    first, second = (round_of(bucket, bucket.again(PLAIN)) for _ in range(2))
-    assert first.cold, "the round behind was captured"
-    third = round_of(bucket, bucket.again(PLAIN))
-    assert second.cold, "a replay behind it does not make it warm"
-    assert not third.cold
-    fourth = round_of(bucket, bucket.again(PLAIN))
-    assert not third.cold and not fourth.cold
-
-
-def test_a_loop_is_captured_where_it_is_asked_for_and_marks_the_round_in_flight(gpu: Gpu) -> None:
+def test_a_loop_is_captured_where_it_is_asked_for(gpu: Gpu) -> None:
     bucket = bucket_of(gpu, "loop")
     assert not bucket.loops(PLAIN), "there is nothing to repeat"
     for _ in range(3):
-        last = round_of(bucket, bucket.again(PLAIN))
-    assert not last.cold and gpu.captured == 1
+        bucket.again(PLAIN)
+    assert gpu.captured == 1
     assert bucket.loops(PLAIN) and gpu.captured == 2
-    assert last.cold, "its end waits for the capture"
-    behind = round_of(bucket, bucket.again(Variant(1, 0, False, None, loop=True), 8))
+    bucket.again(Variant(1, 0, False, None, loop=True), 8)
     assert bucket.looping and bucket.memory.arrays["control"][1] == 8
     gpu.captured = 0
     assert bucket.loops(PLAIN) and not gpu.captured
-    bucket.rounds += 1
-    assert not round_of(bucket, behind.number + 1).cold
 
 
 def test_a_loop_that_cannot_be_captured_is_a_round_alone(gpu: Gpu) -> None:

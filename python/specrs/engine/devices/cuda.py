@@ -57,7 +57,7 @@ from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
 from specrs.engine.rounds.executor import Deepen, Pass, Verified
 from specrs.engine.rounds.pages import Pages
-from specrs.models.acceptance import HEATS, UNKNOWN
+from specrs.models.acceptance import UNKNOWN
 from specrs.models.config import LayerConfig
 from specrs.models.cuda import CudaDense, CudaLinear, DevicePlan
 from specrs.models.eagle3 import Eagle3Head
@@ -148,7 +148,7 @@ class CudaExecutor(HostExecutor):
 
     def _expecting(self, costs: Costs, shape: core.TreeShape) -> TreePolicy:
         head = None if self.drafts is None else self.drafts.head
-        expected = (UNKNOWN,) * len(HEATS) if head is None else head.acceptance
+        expected = UNKNOWN if head is None else head.acceptance
         return TreePolicy(costs, [Kind.of(one, shape.steps) for one in expected], tail=self._tail)
 
     @property

@@ -122,7 +122,6 @@ class Bucket:
         rounds: number of rounds launched so far. For a loop under way, only rounds that the host knows of count.
         looping: True if a loop may be under way.
         overtaken: True if another pass of the target has run behind the last round and overwritten its logits.
-        cold: the last round before which something ran for the first time or was captured; -1 before the first.
         waited: total seconds for which the host waited for rounds to end.
         graphs: captured rounds by variant.
     """
@@ -133,7 +132,7 @@ class Bucket:
         self.given = Given(self.memory, models.roots, models.geometry.shape)
         self.launches = Launches(models, self.memory, self.given)
         self.logits = self.memory.arrays["given"]  # a placeholder before the first launch
-        self.rounds, self.waited, self.cold = 0, 0.0, -1
+        self.rounds, self.waited = 0, 0.0
         self.looping = self.overtaken = False
         self.graphs = Graphs(models)
 
@@ -152,8 +151,6 @@ class Bucket:
         """
         number = self.rounds
         self.rounds, self.looping, self.overtaken = number + 1, variant.loop, False
-        if not self.graphs.settled(variant):
-            self.cold = number
         if variant.loop:
             self.memory.ring.clear_stop()  # an earlier request to stop is over, as its loop has ended
             self.memory.arrays["control"][1:2].fill_(rounds)
@@ -168,8 +165,6 @@ class Bucket:
         if self.models.config.graphs != "loop" or variant not in self.graphs.made:
             return False
         again = replace(variant, loop=True)
-        if not self.graphs.settled(again):
-            self.cold = self.rounds
         return self.graphs.capture(again, partial(self.launches.run, again), self.launches.kept, loop=True)
 
     # -- reading --------------------------------------------------------------------------------------------------

@@ -66,7 +66,6 @@ class HostVerified(_Pass):
     trees: core.TreeBatch
     accepts: core.Accepts
     faults: Sequence[tuple[core.NonFiniteError, int]]
-    cold = False
     lost: Sequence[int] = ()
     origins: None = None
     ahead = 0  # the host plans every round by the lengths that the last one gave

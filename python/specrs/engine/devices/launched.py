@@ -116,10 +116,6 @@ class LaunchedRound:
         number = self.bucket.followed_by(self.number)
         return None if number is None else replace(self, number=number)
 
-    @property
-    def cold(self) -> bool:
-        return self.bucket.cold >= self.number  # the round behind is launched before this one is collected
-
     @cached_property
     def starts(self) -> list[int]:
         """Each request's first row of the pass, and the end of the pass's rows."""

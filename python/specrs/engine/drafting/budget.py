@@ -52,22 +52,18 @@ class Account:
     Attributes:
         engine: the bucket of all requests of the same kind.
         request: the request's own bucket.
-        produced: number of the request's tokens that both buckets have earned for.
         drafts_from: number of the request's tokens from which on it may be able to pay for the head's drafts.
         asks_from: number of the request's tokens from which on it may be able to pay for asking other sources.
     """
 
     engine: TokenBucket
     request: TokenBucket
-    produced: int = 0
     drafts_from: float = 0.0
     asks_from: float = 0.0
 
-    def earn(self, produced: int, batch: int) -> None:
-        """Earn for the new tokens of the request, of which there are ``produced`` now, in a batch of ``batch``
-        requests."""
-        new, self.produced = produced - self.produced, produced
-        self.pay(-RATE * new, batch)
+    def earn(self, tokens: int, batch: int) -> None:
+        """Earn for new tokens of the request, in a batch of ``batch`` requests."""
+        self.pay(-RATE * tokens, batch)
 
     def room(self, batch: int, flying: float = 0.0, together: int = 1) -> float:
         """Return the plain rounds that the request may still lose.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 _STEP = 1.015  # factor of the pace at each pass: the pace is a running median, which a stalled pass moves little
 _MEAN = 0.05  # weight of a round in a running mean
+_OFF = 0.5  # of its passes' time, the most by which a round is taken to be off the mean
 
 
 @dataclass
@@ -71,27 +72,25 @@ PLAIN, SPECULATIVE, HOSTED = range(3)  # kinds of rounds: without drafts, with t
 class Overheads:
     """Running means of the seconds that rounds of each kind take beside their passes.
 
-    A mean is negative if rounds overlap more than they did when passes were measured.
+    A mean is negative if rounds overlap more than they did when passes were measured. A round that takes much longer
+    than others, because it made a graph or the machine stalled, moves a mean little.
 
     Args:
-        seconds: seconds to assume for each kind before any round of it was seen.
+        seconds: where the means begin, for each kind.
     """
 
-    def __init__(self, seconds: Sequence[float]) -> None:
+    def __init__(self, seconds: Sequence[float] = (0.0, 0.0, 0.0)) -> None:
         self._mean, self._seen = list(seconds), [0] * len(seconds)
 
     def at(self, kind: int) -> float:
         """Return the predicted seconds of a round of this kind."""
         return self._mean[kind]
 
-    def observe(self, kind: int, seconds: float) -> None:
-        """Learn from a round of this kind that took ``seconds`` beside its passes."""
+    def observe(self, kind: int, seconds: float, passes: float) -> None:
+        """Learn from a round of this kind that took ``seconds`` beside its passes, which take ``passes``."""
         self._seen[kind] += 1
-        self._mean[kind] += max(1 / (self._seen[kind] + 1), _MEAN) * (seconds - self._mean[kind])
-
-
-def _before_any_round() -> Overheads:
-    return Overheads([1e-4, 3e-4, 3e-4])
+        off = min(max(seconds - self._mean[kind], -_OFF * passes), _OFF * passes)
+        self._mean[kind] += max(1 / (self._seen[kind] + 1), _MEAN) * off
 
 
 @dataclass(frozen=True)
@@ -113,14 +112,14 @@ class Costs:
     draft_extend: PassCost
     enter: PassCost
     resume: PassCost
-    overhead: Overheads = field(default_factory=_before_any_round)
+    overhead: Overheads = field(default_factory=Overheads)
     free: bool = False
 
     @classmethod
     def of_nothing(cls) -> Costs:
         """Return costs that let every request draft all nodes in every round."""
         nothing = PassCost([1], [0.0])
-        return cls(PassCost([1], [1.0]), nothing, nothing, nothing, nothing, Overheads([0.0] * 3), free=True)
+        return cls(PassCost([1], [1.0]), nothing, nothing, nothing, nothing, free=True)
 
     def plain(self, batch: int) -> float:
         """Return the seconds of a round of plain decoding."""
@@ -138,7 +137,7 @@ class Costs:
         A round takes less time if it runs right after another, or more if the host is slower than the device. To
         compare kinds of rounds, the overheads of both kinds must be known.
         """
-        self.overhead.observe(kind, min(max(seconds - passes, -passes / 2), 2 * passes))
+        self.overhead.observe(kind, seconds - passes, passes)
         if kind != PLAIN and seconds < self.plain(batch):  # a plain round does only a part of this round's work
             plain = self.target.at(batch)
-            self.overhead.observe(PLAIN, max(seconds - plain, -plain / 2))
+            self.overhead.observe(PLAIN, seconds - plain, plain)

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from specrs._specrs import DraftBeams, TreeShape
 from specrs.engine.drafting.budget import WAIT, Account
-from specrs.engine.drafting.chooser import Share, TreePolicy
+from specrs.engine.drafting.chooser import TreePolicy
 from specrs.engine.drafting.costs import HOSTED, PLAIN, SPECULATIVE
 from specrs.engine.drafting.gathering import Gathering, HostTrees
 from specrs.engine.drafting.levels import best_levels, can_unite, most_nodes, round_seconds, tiers, united_levels
 from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
-from specrs.engine.drafting.trees import draft_scores, head_shares
+from specrs.engine.drafting.trees import head_accepted
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
 
@@ -94,9 +94,7 @@ class Drafting:
     def forget(self, request: Request) -> None:
         """Forget a request that has ended."""
         self.gathering.forget(request)  # may pay
-        account = self._accounts.pop(request.request_id, None)
-        if account is not None:
-            account.earn(request.produced, self._batch)
+        self._accounts.pop(request.request_id, None)
 
     # -- before a round -----------------------------------------------------------------------------------------
 
@@ -122,26 +120,26 @@ class Drafting:
         size = len(plan.batch)
         for r in plan.drafting:
             if r.lag:
-                plan.resumes = True
                 self.account(r).pay(self.policy.resuming(self._lag(r), size), size)
         plan.limit = self._limit(plan.batch, plan.head)
         if self.launched:
             plan.levels = self._best(plan.batch, plan.head)[0]
 
-    def _able(self, batch: Batch, behind: bool = False) -> list[bool]:
+    def _able(self, batch: Batch, idle: Sequence[Request] | None = None) -> list[bool]:
         """Return for each request whether it drafts: the most requests that can each pay their share of a round.
 
         All requests of the batch wait for those that draft, so that a share is the larger, the fewer they are.
 
         Args:
-            behind: True for a round behind one in flight, in which each request has new positions.
+            idle: for a round behind one in flight, the requests that do not draft in that one.
         """
         size, rooms = len(batch), dict[int, float]()
         for i, r in enumerate(batch):
-            if (behind or r.can_draft) and self._pays(r, size):
+            ahead = idle is not None and r in idle
+            if (idle is not None or r.can_draft) and self._pays(r, size, ahead):
                 rooms[i] = math.inf
                 if not self.policy.costs.free:
-                    rooms[i] = self.account(r).room(size) - self.policy.resuming(self._lag(r), size)
+                    rooms[i] = self.account(r).room(size) - self.policy.resuming(self._lag(r, ahead), size)
         while rooms:
             poorest = min(rooms, key=rooms.__getitem__)
             if rooms[poorest] >= self.policy.least_loss(size, len(rooms)) - _ROUNDING:
@@ -149,26 +147,29 @@ class Drafting:
             del rooms[poorest]
         return [i in rooms for i in range(size)]
 
-    def _pays(self, r: Request, batch: int) -> bool:
+    def _pays(self, r: Request, batch: int, ahead: bool = False) -> bool:
         """Return whether a request could pay for drafts of the head if all of its batch drafted.
 
         A request that is not expected to be able to do so again gives them up.
+
+        Args:
+            ahead: True behind a round in flight in which it does not draft.
         """
         if not r.head.followed or r.max_depth < 1 or self.policy.costs.free:
             return r.head.followed and r.max_depth > 0
         account = self.account(r)
         if len(r.tokens) < account.drafts_from:
             return False
-        account.earn(r.produced, batch)
-        wait = self.policy.wait(account, batch, self._lag(r))
+        wait = self.policy.wait(account, batch, self._lag(r, ahead))
         if wait > 0.0 and wait >= r.remaining / 2:
             r.give_up_drafts(r.head.end)
         account.drafts_from = len(r.tokens) + min(wait, WAIT)
         return wait == 0.0
 
-    def _lag(self, r: Request) -> int:
-        """Return how many positions the head must run over before the request drafts."""
-        return min(r.lag, r.committed - self.begins(r))
+    def _lag(self, r: Request, ahead: bool = False) -> int:
+        """Return how many positions the head must run over before the request drafts, at least one if a round without
+        its drafts is in flight (``ahead``)."""
+        return min(r.lag + ahead, r.committed - self.begins(r))
 
     def _limit(self, batch: Batch, head: Sequence[bool], flying: float = 0.0) -> float:
         """Return the seconds that a round of a batch may take, of which ``head`` tells who drafts."""
@@ -244,18 +245,15 @@ class Drafting:
         """
         head, size, policy = plan.head or [False] * len(plan.batch), len(batch), self.policy
         idle = [r for r, drafts in zip(plan.batch, head, strict=True) if not drafts and r.finish_reason is None]
-        if self.has_head and any(self._pays(r, size) for r in idle):
-            able = {r.request_id for r, drafts in zip(batch, self._able(batch, behind=True), strict=True) if drafts}
+        if self.has_head and any(self._pays(r, size, ahead=True) for r in idle):
+            able = {r.request_id for r, drafts in zip(batch, self._able(batch, idle), strict=True) if drafts}
             if any(r.request_id in able for r in idle):
                 return None  # a request that does not draft does so in the next round
         if plan.head is None or policy.costs.free:
             return plan
         drew = [r for r, drafts in zip(batch, plan.head, strict=True) if drafts]
-        least, poor = policy.least_loss(size, len(drew)), 0
-        for r in drew:
-            account = self.account(r)
-            account.earn(r.produced, size)
-            poor += account.room(size) < least
+        least = policy.least_loss(size, len(drew))
+        poor = sum(self.account(r).room(size) < least for r in drew)
         if 0 < poor < len(drew):
             return None
         if poor and plan.levels == 1:
@@ -306,22 +304,23 @@ class Drafting:
             self._observe_costs(outcome)
         if not any(p.request.error is not None for p in passed):  # a walk cut short says nothing of drafts
             if any(outcome.head) and (not free or (plan.trees is not None and not plan.united)):
-                self._observe_head(outcome, self._shares(outcome))
+                self._observe_head(outcome, self._accepted(outcome))
             if not free:
                 self._book(outcome, sizes)
         self._batch = len(passed)
         # This comes last, because a user's code may be interrupted.
         self.gathering.watch([p.request for p in passed], outcome.verified)
 
-    def _shares(self, outcome: RoundOutcome) -> list[Share]:
-        """Return the head's part in each tree."""
-        plan, passed, verified = outcome.plan, outcome.passed, outcome.verified
+    def _accepted(self, outcome: RoundOutcome) -> list[int]:
+        """Return the number of accepted drafts of the head for each request, and calibrate its claims if the host
+        merged them with others."""
+        plan, passed = outcome.plan, outcome.passed
         if plan.united:
-            return head_shares(verified, passed)
+            return head_accepted(outcome.verified, passed)
         if plan.trees is not None:
-            return [self.gathering.share(plan.trees.head[row], p) for row, p in zip(outcome.rows, passed, strict=True)]
-        each = zip(draft_scores(verified.trees), passed, strict=True)
-        return [Share(scores, len(p.tokens) - 1) for scores, p in each]
+            heads = [plan.trees.head[row] for row in outcome.rows]
+            return [self.gathering.grade_head(head, p) for head, p in zip(heads, passed, strict=True)]
+        return [len(p.tokens) - 1 for p in passed]
 
     def _observe_costs(self, outcome: RoundOutcome) -> None:
         """Learn the time of such rounds."""
@@ -353,25 +352,28 @@ class Drafting:
         costs, size = self.policy.costs, len(outcome.passed)
         return costs.drafting(size, size * self._shape.topk, outcome.plan.levels) + costs.target.at(self._rows(outcome))
 
-    def _observe_head(self, outcome: RoundOutcome, shares: Sequence[Share]) -> None:
-        """Learn from the accepted drafts of the head, and calibrate."""
+    def _observe_head(self, outcome: RoundOutcome, accepted: Sequence[int]) -> None:
+        """Learn from the number of accepted drafts of the head for each request."""
         plan, passed = outcome.plan, outcome.passed
         gain = sum(len(p.tokens) for p in passed) / len(passed)
         gain *= self.policy.costs.plain(len(passed)) / self._passes(outcome)
-        for p, share, drafts in zip(passed, shares, outcome.head, strict=True):
+        for p, count, drafts in zip(passed, accepted, outcome.head, strict=True):
             if drafts:
                 kind = self.policy.kind(p.request.params.temperature)
-                kind.learn(share.scores, share.accepted, gain)
+                kind.learn(gain)
                 if self.launched and p.request.finish_reason is None:  # one that has ended had less room than others
-                    kind.reached(share.accepted, min(plan.levels, len(p.tokens)))
+                    kind.reached(count, min(plan.levels, len(p.tokens)))
 
     def _book(self, outcome: RoundOutcome, sizes: Sequence[int]) -> None:
-        """Book the plain rounds that drafts have won or lost, whichever source they came from.
+        """Book what each request's tokens earn, and the plain rounds that drafts of any source have won or lost.
 
         Args:
             sizes: nodes of each request's tree.
         """
         plan, size = outcome.plan, len(outcome.passed)
+        for p in outcome.passed:
+            if (account := self._accounts.get(p.request.request_id)) is not None:
+                account.earn(p.kept, size)
         each = zip(outcome.passed, sizes, outcome.head, strict=True)
         drew = [p for p, nodes, drafts in each if drafts or nodes > 1]
         if not drew:

@@ -27,7 +27,6 @@ class RoundPlan:
         trees: trees that the host made, so that the next round has to wait for this round's tokens; ``None`` without
             any.
         united: True if the device unites each of ``trees`` with the head's tree.
-        resumes: True if the first round takes longer than others like it, because the head catches up before it.
         began: time when the round began, on the performance counter.
     """
 
@@ -38,7 +37,6 @@ class RoundPlan:
     limit: float = math.inf
     trees: HostTrees | None = None
     united: bool = False
-    resumes: bool = False
     began: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,7 +54,7 @@ class RoundPlan:
 
     def with_levels(self, levels: int) -> RoundPlan:
         """Return the plan of a round like this one with other levels of the head's drafts; 0 for no drafts."""
-        return replace(self, head=self.head if levels else None, levels=levels, resumes=False)
+        return replace(self, head=self.head if levels else None, levels=levels)
 
     def positions(self, of_head: int) -> list[int]:
         """Return how many positions behind the committed ones the round writes for each request.
@@ -78,8 +76,7 @@ class RoundOutcome:
         rows: the rows of the plan's batch with results; the requests of other rows have ended meanwhile.
         passed: the results of each of these requests.
         verified: the trees of these requests, and the accepted paths.
-        seconds: seconds that the round took; ``None`` if other rounds of its kind take less: it made a graph or memory,
-            the head caught up in it, or a device waited for its plan.
+        seconds: seconds that the round took; ``None`` if a device waited for its plan, so that it took longer.
     """
 
     plan: RoundPlan

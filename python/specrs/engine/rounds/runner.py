@@ -303,9 +303,9 @@ class Runner:
         for o in flight.observers:
             o.ended()
         began, flight.ended = flight.ended, time.perf_counter()
-        # The first round of a flight takes longer than those behind it, if the device has waited for it to be planned.
-        first = began == plan.began and (plan.resumes or (self.executor.launched and not flight.closed))
-        seconds = None if verified.cold or first else flight.ended - began
+        # A device has waited for the first round of a flight to be planned, unless it waits for every round.
+        waited = self.executor.launched and began == plan.began and not flight.closed
+        seconds = None if waited else flight.ended - began
         self.drafting.observe(RoundOutcome(plan, rows, passed, verified, seconds))
         if flight.rounds and not flight.closed:
             spare = self.executor.waited - flight.waited
