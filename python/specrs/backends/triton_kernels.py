@@ -1,7 +1,9 @@
 """Paged attention in Triton over the arrays of the planner's format ``"triton"``: draft, decode, extend and verify.
 
     space = torch.empty(workspace(q.device, head_dim=128), dtype=torch.uint8, device=q.device)
-    attention(q, keys, values, out, arrays, phase="verify", most_queries=V, scale=scale, space=space)
+    attention(
+        q, keys, values, out, arrays, phase="verify", sequences=B, most_queries=V, scale=scale, space=space
+    )
 
 Nothing here waits for the device or reads a length on the host: grids follow from the arrays' sizes and from bounds, so
 that the launches can be captured in a CUDA graph. Where a pass has too few rows to occupy the device, the keys of each
