@@ -68,6 +68,10 @@ backends-table: $(VENV)/.built
 options-table: $(VENV)/.built
 	$(BIN)/python -m specrs.engine_options docs/options.md
 
+# The tables of draft heads in docs/models.md, from python/specrs/models/head_forms.py.
+heads-table: $(VENV)/.built
+	$(BIN)/python -m specrs.models.head_table docs/models.md
+
 # The drawings of docs/faults.md.
 figures: $(VENV)/.built
 	for id in 27338 27360 23037 26972 26738; do $(BIN)/specrs layout --fault $$id -o docs/faults/$$id.svg || exit 1; done

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from specrs.models.config import Eagle1Config, Eagle3Config, ModelConfig
+from specrs.models.config import ModelConfig
 from specrs.models.families import FAMILIES
+from specrs.models.head_config import Eagle1Config, Eagle3Config
 from specrs.models.layer import LayerKind, layer_shapes
 from specrs.models.llama import LlamaModel
 

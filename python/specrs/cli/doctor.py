@@ -255,7 +255,8 @@ def _templates(path: Path) -> ChatTemplates:
 
 
 def _head(report: Report, given: str | Path, sizes: ModelConfig) -> tuple[Path, HeadConfig] | None:
-    from specrs.models import Eagle3Config, Eagle3Head, locate
+    from specrs.models import Eagle3Head, locate
+    from specrs.models.head_config import parts
 
     section = "draft head"
     remedy = "give what the message names; docs/models.md says which heads run"
@@ -272,9 +273,9 @@ def _head(report: Report, given: str | Path, sizes: ModelConfig) -> tuple[Path, 
     if mapped is None:
         return None
     report.add(section, "fits the model", True)
-    normed = any(name.endswith(".q_norm.weight") for name in shapes)
-    note = "its layer is as Qwen3's: q_norm, k_norm" if normed else None
-    report.add(section, "form", "EAGLE-3" if isinstance(config, Eagle3Config) else "EAGLE-1 or EAGLE-2", note)
+    report.add(section, "form", f"{config.form_name}, as written by {config.form.trainer}", parts(config, shapes))
+    for note in config.notes:
+        report.add(section, "config.json", None, note)
     report.add(section, "hidden size", config.hidden_size)
     report.add(section, "features of layers", list(config.aux_layers_for(sizes)))
     report.add(section, "vocabulary", mapped, f"of {sizes.vocab_size} tokens: others are never drafted")
@@ -327,7 +328,7 @@ def _configuration(
     report.add("memory", "KV pool of the target", kv)
     if head is not None and site.drafts:
         directory, its = head
-        kv_head = cache_bytes(its, 1, c.num_pages + 1, c.page_size, c.kv_dtype)
+        kv_head = cache_bytes(its, its.num_layers, c.num_pages + 1, c.page_size, c.kv_dtype)
         weights_head = head_bytes(its, directory, site.place)
         report.add("memory", "weights of the draft head", weights_head)
         report.add("memory", "KV pool of the draft head", kv_head)

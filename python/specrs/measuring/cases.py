@@ -365,7 +365,7 @@ def memory_of(subject: Subject, case: Case, llm: LLM) -> dict[str, int | None]:
     pages = math.ceil(case.context / PAGE)
     kv = cache_bytes(subject.sizes, subject.sizes.num_layers, pages, PAGE, llm.config.kv_dtype)
     if subject.head is not None and llm.speculative:
-        kv += cache_bytes(subject.head.config, 1, pages, PAGE, llm.config.kv_dtype)
+        kv += cache_bytes(subject.head.config, subject.head.config.num_layers, pages, PAGE, llm.config.kv_dtype)
     if llm.budget is None:
         return {"weights": subject.weight_bytes, "kv_per_request": kv, "other": None}
     other = stated_beside(llm)

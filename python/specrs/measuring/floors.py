@@ -16,7 +16,7 @@ import torch
 
 from specrs.engine.devices.memory_plan import Head
 from specrs.models import ModelConfig
-from specrs.models.config import Eagle1Config
+from specrs.models.head_config import Eagle1Config
 
 _TABLES = ("model.embed_tokens.weight", "embed_tokens.weight")
 _REPEATS = 7
@@ -58,8 +58,9 @@ class Reads:
         if isinstance(head.config, Eagle1Config):  # its fc reads every token's embedding and feature
             fc, rest = 0, rest + fc
         return cls(
-            weights * weight_size, kv * kv_size, rest * weight_size, fc * weight_size, 2 * head.config.kv_size * kv_size
-        )
+            weights * weight_size, kv * kv_size, rest * weight_size, fc * weight_size,
+            2 * head.config.num_layers * head.config.kv_size * kv_size,
+        )  # fmt: skip
 
     def plain(self, batch: int, context: int) -> int:
         """Bytes of a pass of the target."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import specrs.models.cuda as cuda
-import specrs.models.eagle3 as eagle3
+import specrs.models.head_files as head_files
 import specrs.models.host_memory as host_memory
 import specrs.models.llama as llama
 from specrs._specrs import ConfigError
@@ -165,7 +165,7 @@ class RandomCheckpoint:
         return noise.normal_(0.0, 1.0 if "embed" in name else shape[-1] ** -0.5, generator=self._generator)
 
 
-_READERS: tuple[Any, ...] = (llama, eagle3, cuda, host_memory)  # modules that open checkpoints
+_READERS: tuple[Any, ...] = (llama, head_files, cuda, host_memory)  # modules that open checkpoints
 
 
 def draw_weights() -> None:

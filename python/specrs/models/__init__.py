@@ -3,13 +3,14 @@ torch."""
 
 from specrs.models.attention import HostAttention, ReadAttention, TorchAttention
 from specrs.models.cache import cache_bytes, check_memory, new_cache
-from specrs.models.config import Eagle3Config, HeadConfig, LayerConfig, ModelConfig, has_recurrent_state
+from specrs.models.config import LayerConfig, ModelConfig, has_recurrent_state
 from specrs.models.cuda import CudaDense, placed
 from specrs.models.cuda_attention import CudaAttention
 from specrs.models.dense import HostDense, TorchDense, follow_torch
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.errors import DraftMismatchError, HubError, ModelFileError, UnsupportedModelError
 from specrs.models.generation import default_sampling, stated_sampling
+from specrs.models.head_config import Eagle3Config, HeadConfig
 from specrs.models.live import LiveModel, ModelSource
 from specrs.models.llama import LlamaModel
 from specrs.models.load import load_draft, load_target

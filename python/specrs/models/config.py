@@ -1,8 +1,8 @@
 """`config.json` of a Hugging Face model directory as a frozen value: everything that the forward pass depends on.
 
 A key that would change the numbers and that specrs does not implement (quantisation, experts, recurrent layers,
-partial rotary embeddings, ...) is refused by name here, before any weight is read. `Eagle3Config` does the same for an
-EAGLE-3 head and says whether it fits a target.
+partial rotary embeddings, ...) is refused by name here, before any weight is read. `head_config` does the same for
+draft heads.
 
     config = ModelConfig.from_directory(path)
     config.check_context(4096)
@@ -15,28 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specrs.models.errors import DraftMismatchError, UnsupportedModelError
+from specrs.models.errors import UnsupportedModelError
 from specrs.models.families import FAMILIES, LLAMA, Block, Family
+from specrs.models.head_forms import FORMS, OTHERS
 from specrs.models.live import ModelSource, model_json
 from specrs.models.reading import Reader
 from specrs.models.rope_config import KINDS, RopeConfig, layer_kinds, layer_ropes, read_rope
-
-_LLAMA = FAMILIES["LlamaForCausalLM"]
-# Published heads of the first two versions call themselves what their layer is; the file tells them from a model.
-_EAGLE1_ARCHITECTURES = (
-    "LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "Qwen2ForCausalLMEagle", "LlamaForCausalLM", "Qwen2ForCausalLM",
-)  # fmt: skip
-_QWEN3_HEADS = ("Qwen3Eagle3Model", "Eagle3Qwen3ForCausalLM")
-_EAGLE3_ARCHITECTURES = (
-    "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel", *_QWEN3_HEADS,
-)  # fmt: skip
-# Layers that heads of the speculators library have: they differ in biases and in q_norm and k_norm, whose tensors the
-# file of weights has or lacks.
-_HEAD_LAYERS = ("llama", "mistral", "qwen2", "qwen3")
-
-# Norms of later variants (the speculators library, NVIDIA's gpt-oss heads): of features before `fc`, of each of them,
-# and of what a draft step passes to the next.
-_HEAD_NORMS = ("norm_before_fc", "fc_norm", "norm_output")
 
 # Keys by which published models declare layers with a state that is overwritten token by token: their own keys, their
 # name, or a list with the kind of each layer.
@@ -139,7 +123,7 @@ class ModelConfig(LayerConfig):
         cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, path: Path | None = None
     ) -> ModelConfig:
         """The same from parsed JSON; `path` is only named in errors."""
-        architecture = _architecture(Reader(raw, path), tuple(FAMILIES))
+        architecture = _architecture(Reader(raw, path))
         family = FAMILIES[architecture]
         if (kind := raw.get("model_type")) not in (None, family.model_type):
             # transformers would go by this one, or by code that comes with the model.
@@ -149,8 +133,8 @@ class ModelConfig(LayerConfig):
         attention_bias = get.boolean("attention_bias", False)
         num_layers = get.integer("num_hidden_layers", maximum=4096)
         vocab_size = get.integer("vocab_size")
-        layer = _layer(get, family)
-        window = _sliding_window(get, family, num_layers)  # checks the kinds of layers, too
+        layer = layer_config(get, family)
+        window = sliding_window(get, family, num_layers)  # checks the kinds of layers, too
         max_position = layer.max_position_embeddings
         ropes = layer_ropes(get, family, layer.rope, num_layers, max_position, layer.head_dim)
         eos = {*_token_ids(get, "eos_token_id", vocab_size)}
@@ -210,153 +194,6 @@ class ModelConfig(LayerConfig):
             )
 
 
-@dataclass(frozen=True)
-class Eagle3Config(LayerConfig):
-    """An EAGLE-3 head (https://arxiv.org/abs/2503.01840): one decoder layer over the target's features."""
-
-    vocab_size: int
-    """Vocabulary of the target."""
-    draft_vocab_size: int
-    target_hidden_size: int
-    aux_layers: tuple[int, ...] | None
-    """Decoder layers whose *input* residual stream is a feature; None: (2, n/2, n-3) of the target's n layers."""
-    norm_before_residual: bool
-    """The residual of the midlayer starts from the normalised feature (a variant of the speculators library)."""
-
-    @classmethod
-    def from_directory(cls, directory: str | Path) -> Eagle3Config:
-        """Reads `config.json` of a head, in the published form or in that of the speculators library.
-
-        Raises ModelFileError and UnsupportedModelError.
-        """
-        return cls.from_dict(*model_json(directory, "config.json"))
-
-    @staticmethod
-    def check_architecture(raw: Mapping[str, Any], path: Path | None = None) -> None:
-        """Raises UnsupportedModelError where `config.json` says that it is something else."""
-        _architecture(_flat(raw, path), _EAGLE3_ARCHITECTURES)
-
-    @classmethod
-    def from_dict(
-        cls, raw: Mapping[str, Any], path: Path | None = None, *, named_as_model: bool = False
-    ) -> Eagle3Config:
-        """Read the same from parsed JSON; `path` is only named in errors. named_as_model: the file is that of such a
-        head, but its name may be that of a model, as the paper's authors publish theirs."""
-        get = _flat(raw, path)
-        architecture = _architecture(get, (*_EAGLE3_ARCHITECTURES, *(_EAGLE1_ARCHITECTURES if named_as_model else ())))
-        if (layers := get.integer("num_hidden_layers", 1, maximum=4096)) != 1:
-            get.refuse("num_hidden_layers", layers, "only heads of one layer are implemented")
-        layer = _layer(get, _head_family(get, architecture))
-        vocab_size = get.integer("vocab_size")
-        eagle = raw.get("eagle_config")
-        eagle = eagle if isinstance(eagle, dict) else {}
-        if (used := eagle.get("use_aux_hidden_state", True)) is not True:
-            get.refuse("eagle_config.use_aux_hidden_state", used, "only heads over auxiliary features are implemented")
-        for key in _HEAD_NORMS:  # a head would draft badly without, and not always have a tensor that shows it
-            for name, where in ((key, raw), (f"eagle_config.{key}", eagle)):
-                if where.get(key):
-                    get.refuse(name, where[key], "norms of this variant are not implemented; heads without them work")
-        if (scale := get.number("logit_scale", 1.0)) != 1.0:
-            get.refuse("logit_scale", scale, "only 1.0 is implemented")
-        return cls(
-            **vars(layer),
-            vocab_size=vocab_size,
-            draft_vocab_size=get.integer("draft_vocab_size", vocab_size),
-            target_hidden_size=get.integer("target_hidden_size", layer.hidden_size),
-            aux_layers=_aux_layers(get, eagle),
-            norm_before_residual=get.boolean("norm_before_residual", False),
-        )
-
-    @property
-    def aux_size(self) -> int:
-        """Columns of a row of features: all auxiliary layers side by side."""
-        return (3 if self.aux_layers is None else len(self.aux_layers)) * self.target_hidden_size
-
-    def aux_layers_for(self, target: ModelConfig) -> tuple[int, ...]:
-        """Return the features' layers for this target: its own choice, or the published default. They are in the order
-        of `fc`."""
-        if self.aux_layers is not None:
-            return self.aux_layers
-        n = target.num_layers
-        return (2, n // 2, n - 3)
-
-    def check_target(self, target: ModelConfig) -> None:
-        """Raises DraftMismatchError where the head cannot have been made for this target."""
-        if self.target_hidden_size != target.hidden_size:
-            raise DraftMismatchError(
-                "hidden size of features", self.target_hidden_size, f"hidden_size {target.hidden_size}"
-            )
-        if self.vocab_size != target.vocab_size:
-            raise DraftMismatchError("vocab_size", self.vocab_size, f"vocab_size {target.vocab_size}")
-        if self.draft_vocab_size > target.vocab_size:
-            raise DraftMismatchError(
-                "draft_vocab_size", self.draft_vocab_size, f"at most vocab_size {target.vocab_size}"
-            )
-        for layer in self.aux_layers_for(target):
-            if not 0 <= layer < target.num_layers:
-                raise DraftMismatchError(
-                    "aux layer",
-                    layer,
-                    f"0..{target.num_layers} (features are the inputs of its {target.num_layers} layers)",
-                    "set eagle_aux_hidden_state_layer_ids in the head's config.json to the layers it was trained on",
-                )
-
-
-@dataclass(frozen=True)
-class Eagle1Config(LayerConfig):
-    """An EAGLE-1 (https://arxiv.org/abs/2401.15077) or EAGLE-2 (https://arxiv.org/abs/2406.16858) head: one decoder
-    layer over the embedding and the target's last hidden state. The two differ only in the trees that are drafted with
-    them."""
-
-    vocab_size: int
-    """Vocabulary of the target, and of the head's logits."""
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], path: Path | None = None) -> Eagle1Config:
-        """Read a head from its parsed `config.json`, which is that of a model of one layer; `path` is only named in
-        errors. Raises UnsupportedModelError."""
-        get = Reader(raw, path)
-        _architecture(get, _EAGLE1_ARCHITECTURES)
-        if (layers := get.integer("num_hidden_layers", 1, maximum=4096)) != 1:
-            get.refuse("num_hidden_layers", layers, "only heads of one layer are implemented")
-        return cls(**vars(_layer(get)), vocab_size=get.integer("vocab_size"))
-
-    @staticmethod
-    def describes(raw: Mapping[str, Any], has_fc: bool) -> bool:
-        """Return whether a `config.json`, beside a file with or without `fc.weight`, is that of such a head."""
-        names = raw.get("architectures")
-        name = names[0] if isinstance(names, list) and len(names) == 1 else None
-        return name in _EAGLE1_ARCHITECTURES and (has_fc or name not in FAMILIES)
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Columns of the head's logits."""
-        return self.vocab_size
-
-    @property
-    def aux_size(self) -> int:
-        """Columns of a row of features."""
-        return self.hidden_size
-
-    def aux_layers_for(self, target: ModelConfig) -> tuple[int, ...]:
-        """Return the features' layer: none of the target's, but the output of its last norm.
-
-        In the code that the paper publishes (SafeAILab/EAGLE: `ea_model.py`, `ge_data/`) a feature is the model's
-        `last_hidden_state`, behind the norm, and the target's `lm_head` is applied to what the head predicts as it is.
-        """
-        return (target.num_layers,)
-
-    def check_target(self, target: ModelConfig) -> None:
-        """Raises DraftMismatchError where the head cannot have been made for this target."""
-        for what in ("hidden_size", "vocab_size"):
-            if (got := getattr(self, what)) != (want := getattr(target, what)):
-                raise DraftMismatchError(what, got, f"{what} {want}")
-
-
-HeadConfig = Eagle1Config | Eagle3Config
-"""Configuration of a draft head of any kind."""
-
-
 def recurrent_layers(raw: Mapping[str, Any]) -> tuple[str, Any] | None:
     """The key of a ``config.json`` that declares recurrent (Mamba-like) layers, with its value; ``None`` where all that
     is declared is attention. Of a multimodal model, its language part is looked at too."""
@@ -386,11 +223,22 @@ def has_recurrent_state(directory: ModelSource) -> bool:
     return recurrent_layers(model_json(directory, "config.json")[0]) is not None
 
 
-def _architecture(get: Reader, known: tuple[str, ...]) -> str:
-    """The architecture, after refusing by name what no code here could run exactly."""
-    raw = get.raw
-    names = raw.get("architectures")
+def _architecture(get: Reader) -> str:
+    """The architecture of a target, after refusing by name what no code here could run exactly."""
+    check_layers(get)
+    names = get.raw.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else None
+    if name not in FAMILIES:
+        heads = {name for form in (*FORMS, *OTHERS) for name in form.architectures}
+        hint = "a draft head: give it as draft, beside the model that it was trained for; " if name in heads else ""
+        get.refuse("architectures", names, f"{hint}implemented: one of {', '.join(FAMILIES)}")
+    check_arithmetic(get, FAMILIES[name])
+    return name
+
+
+def check_layers(get: Reader) -> None:
+    """Raise UnsupportedModelError for layers with a state, and for experts."""
+    raw = get.raw
     recurrent = recurrent_layers(raw)
     if recurrent is not None:
         get.refuse(
@@ -401,26 +249,24 @@ def _architecture(get: Reader, known: tuple[str, ...]) -> str:
     for key in _EXPERT_KEYS:
         if raw.get(key):
             get.refuse(key, raw[key], "mixture-of-experts layers are not implemented; dense models work")
-    if name not in known:
-        hint = ""
-        if name in _EAGLE3_ARCHITECTURES:
-            hint = "an EAGLE-3 draft head: give it as draft, beside the model that it was trained for; "
-        elif name in FAMILIES:
-            hint = "a model, no draft head: draft needs an EAGLE head; "
-        get.refuse("architectures", names, f"{hint}implemented: one of {', '.join(known)}")
+
+
+def check_arithmetic(get: Reader, family: Family) -> None:
+    """Raise UnsupportedModelError for quantised weights, another activation than the family's, and attention that is
+    not causal."""
+    raw = get.raw
     if raw.get("quantization_config") or raw.get("compression_config"):
         got = raw.get("quantization_config") or raw.get("compression_config")
         get.refuse("quantization_config", got, "quantised weights are not implemented; use the bf16, f16 or f32 model")
-    family = FAMILIES.get(name, _LLAMA)
     if (act := raw.get(family.act_key, family.acts[0])) not in family.acts:
         get.refuse(family.act_key, act, f"only {family.acts[0]} is implemented")
     for key, value in _FIXED.items():
         if (got := get.boolean(key, value)) is not value:
             get.refuse(key, got, f"only {str(value).lower()} is implemented: causal self-attention over the text")
-    return name
 
 
-def _layer(get: Reader, family: Family = _LLAMA) -> LayerConfig:
+def layer_config(get: Reader, family: Family) -> LayerConfig:
+    """Read the shape of a decoder layer."""
     hidden = get.integer("hidden_size")
     heads = get.integer("num_attention_heads", maximum=4096)
     kv_heads = get.integer("num_key_value_heads", heads, maximum=4096)
@@ -444,7 +290,7 @@ def _layer(get: Reader, family: Family = _LLAMA) -> LayerConfig:
     )
 
 
-def _sliding_window(get: Reader, family: Family, num_layers: int) -> int | None:
+def sliding_window(get: Reader, family: Family, num_layers: int) -> int | None:
     """Return the window if at least one layer uses it. Qwen models name a window that they switch off."""
     kinds = get.raw.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind not in KINDS for kind in kinds)):
@@ -475,49 +321,3 @@ def _token_ids(get: Reader, key: str, vocab_size: int) -> tuple[int, ...]:
         if isinstance(token, bool) or not isinstance(token, int) or not -1 <= token < vocab_size:
             get.refuse(key, value, f"must be token ids in 0..{vocab_size}, or -1 for none")
     return tuple(token for token in ids if token >= 0)
-
-
-def _flat(raw: Mapping[str, Any], path: Path | None) -> Reader:
-    """A head's `config.json`, with what the speculators library nests beside the other keys."""
-    nested = raw.get("transformer_layer_config")
-    return Reader({**nested, **raw} if isinstance(nested, dict) else raw, path)
-
-
-def _head_family(get: Reader, architecture: str) -> Family:
-    """Return the family whose layer a head has: it says how to read a configuration that leaves something out."""
-    nested = get.raw.get("transformer_layer_config")
-    kind = nested.get("model_type") if isinstance(nested, dict) else None
-    if kind not in (None, *_HEAD_LAYERS):
-        why = f"heads whose layer is that of {', '.join(_HEAD_LAYERS)} are implemented"
-        get.refuse("transformer_layer_config.model_type", kind, why)
-    if isinstance(kinds := get.raw.get("layer_types"), list) and "sliding_attention" in kinds:
-        get.refuse(
-            "layer_types", kinds, "windows are not implemented in heads; one whose layer has full_attention works"
-        )
-    return FAMILIES["Qwen3ForCausalLM"] if kind == "qwen3" or architecture in _QWEN3_HEADS else _LLAMA
-
-
-def _aux_layers(get: Reader, eagle: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Layers whose input is captured.
-
-    Two conventions are published under one name. Beside the other keys (speculators, vLLM) the numbers count residual
-    streams, 0 being the embedding: the inputs of layers. Inside `eagle_config` (SpecForge, sglang) they count layers
-    whose *output* is meant, which is the input of the next one; sglang adds 1 to them in
-    `set_eagle3_layers_to_capture`, while its default (2, n/2, n-3) are inputs already. DeepSpec's `target_layer_ids`
-    count outputs too.
-    """
-    name = "eagle_aux_hidden_state_layer_ids"
-    shift = 0
-    ids = get.raw.get(name)
-    if ids is None or ids == []:
-        shift, ids = 1, eagle.get(name)
-    if (ids is None or ids == []) and get.raw.get("target_layer_ids"):
-        name, ids = "target_layer_ids", get.raw["target_layer_ids"]
-    if ids is None or ids == []:  # NVIDIA's exports write an empty list for the default
-        return None
-    if not isinstance(ids, list) or not 1 <= len(ids) <= 64:
-        get.refuse(name, ids, "must be a list of 1..=64 layer numbers")
-    for layer in ids:
-        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer <= 4096:
-            get.refuse(name, ids, "must be layer numbers >= 0")
-    return tuple(layer + shift for layer in ids)

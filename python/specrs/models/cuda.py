@@ -33,7 +33,8 @@ from specrs._specrs import (
 )
 from specrs.backends.base import Phase
 from specrs.engine_options import Dtype
-from specrs.models.config import HeadConfig, LayerConfig, ModelConfig
+from specrs.models.config import LayerConfig, ModelConfig
+from specrs.models.head_config import Eagle3Config, HeadConfig
 from specrs.models.live import ModelSource
 from specrs.models.loader import Checkpoint
 from specrs.models.ops import Embedding, Heads, KvMemory, Linear
@@ -48,6 +49,7 @@ _MOST_GROUP = 64
 _LARGE = 1 << 25  # bytes of a block that is made no larger than it has to be
 _MOST_VIEWS = 1024  # limit of views of scratch memory: sizes repeat from round to round
 _MOST_VOCABULARY = 1 << 18  # limit of logits that are sampled from: a bit for each token lies in shared memory
+_MOST_NORMED = 1 << 15  # columns of a norm: `MAX_NORM_COLUMNS` of src/device/kernels/rows.rs
 
 
 def unavailable() -> str | None:
@@ -117,6 +119,8 @@ def why_not(sizes: ModelConfig | HeadConfig) -> str | None:
         return f"vocab_size = {sizes.vocab_size}: sampling on a GPU takes at most {_MOST_VOCABULARY}"
     tokens = sizes.vocab_size if isinstance(sizes, ModelConfig) else sizes.draft_vocab_size
     widths = (sizes.hidden_size, sizes.qkv_size, sizes.q_size, sizes.intermediate_size, tokens)
+    if isinstance(sizes, Eagle3Config) and sizes.norm_before_fc and sizes.aux_size > _MOST_NORMED:
+        return f"norm_before_fc over {sizes.aux_size} columns: norms on a GPU take at most {_MOST_NORMED}"
     odd = next((n for n in widths if n % 8), None)
     return None if odd is None else f"a matrix of {odd} rows or columns: products on a GPU take multiples of 8"
 

@@ -1,8 +1,8 @@
 """The host memory that a model's weights take once they are loaded, from its files' headers.
 
 Products keep their matrices packed, in the dtype that `kept_dtype` says; embeddings stay as they are stored, norms and
-biases become f32. A head's matrices stand in two parts, and the rows of keys and values a second time, for passes that
-want no more.
+biases become f32. A head's matrices stand in two parts, and the rows of keys and values of its last layer a second
+time, for passes that want no more.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from pathlib import Path
 
 import torch
 
-from specrs.models.config import Eagle1Config, HeadConfig, ModelConfig
+from specrs.models.config import ModelConfig
 from specrs.models.dense import kept_dtype
-from specrs.models.head_inputs import plain_name
+from specrs.models.head_config import Eagle1Config, HeadConfig
+from specrs.models.head_files import layer_prefix
+from specrs.models.head_forms import IGNORED, plain_name
 from specrs.models.live import ModelSource
 from specrs.models.llama import LlamaModel
 from specrs.models.loader import Checkpoint, dtype_of
@@ -35,10 +37,10 @@ def head_bytes(config: HeadConfig, directory: str | Path, placement: Placement) 
     """Return the bytes of host memory for a draft head whose files were checked."""
     weights = Checkpoint(directory, plain_name)
     copied = isinstance(config, Eagle1Config)  # weights of the target's product, without being read
-    names = [name for name in weights if name != "t2d" and not (copied and name == "lm_head.weight")]
-    again = sum(
-        _packed(weights, name, placement) for name in names if name.endswith(("k_proj.weight", "v_proj.weight"))
-    )
+    unread = ("t2d", *IGNORED, *(("lm_head.weight",) if copied else ()))
+    names = [name for name in weights if name not in unread]
+    twice = [f"{layer_prefix(config.num_layers - 1)}self_attn.{name}_proj.weight" for name in "kv"]
+    again = sum(_packed(weights, name, placement) for name in names if name in twice)
     return again + sum(_bytes(weights, name, placement) for name in names)
 
 

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.dlpack import from_dlpack
 
+import headzoo
 from modelzoo import Pair, edit_config, read_weights, write_eagle3, write_target, write_weights
+from reference_heads import Sizes
 from specrs import LLM, SpecrsError
 from specrs.cli import main
 from specrs.models import load_draft, load_target
@@ -130,15 +133,49 @@ def test_a_problem_is_the_error_of_the_engine(
         assert how == "nothing" and status == 0 and not found
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_the_form_of_a_head_is_named(qk_norm: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = write_target(tmp_path / "model")
-    draft = write_eagle3(tmp_path / "draft", model, qk_norm=qk_norm)
-    status, report = doctor(capsys, str(model), "--draft", str(draft))
+@pytest.mark.parametrize(
+    ("form", "options", "value", "note"),
+    [
+        ("AngelSlim", {"draft_vocab": None}, "EAGLE-3, as written by SpecForge, AngelSlim, NVIDIA", None),
+        ("SpecForge", {"fc_norm": True, "norm_output": True, "draft_vocab": None},
+         "EAGLE-3.1, as written by SpecForge, AngelSlim, NVIDIA", "fc_norm; norm_output"),
+        ("speculators", {"layers": 2, "qk_norm": True, "norm_before_residual": True, "norm_before_fc": True,
+                         "own_embedding": True}, "EAGLE-3, as written by speculators",
+         "2 layers; q_norm and k_norm, as Qwen3's layers; norm_before_residual; norm_before_fc; a vocabulary of its "
+         "own; embeddings of its own"),
+        ("DeepSpec", {"draft_vocab": None, "streams": (0, 1, 2, 4, 5)}, "EAGLE-3, as written by DeepSpec", None),
+    ],
+)  # fmt: skip
+def test_the_form_of_a_head_is_named(
+    form: str, options: dict[str, Any], value: str, note: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_target(tmp_path / "model", num_hidden_layers=6)
+    sizes = Sizes(**{"hidden": 64, "own_embedding": False, **options})
+    headzoo.write_head(tmp_path / "draft", form, sizes, 6)
+    edit_config(tmp_path / "draft", a_new_key=1)
+    status, report = doctor(capsys, str(model), "--draft", str(tmp_path / "draft"), "--device", "cpu")
     assert status == 0
-    [form] = [f for f in report["sections"]["draft head"] if f["name"] == "form"]
-    assert form["value"] == "EAGLE-3"
-    assert form["note"] == ("its layer is as Qwen3's: q_norm, k_norm" if qk_norm else None)
+    said = {f["name"]: f for f in report["sections"]["draft head"]}
+    assert (said["form"]["value"], said["form"]["note"]) == (value, note)
+    assert said["config.json"]["note"] == "config.json has keys that nothing here reads: a_new_key"
+    kv = values(report, "memory")["KV pool of the draft head"]
+    with LLM(model, tmp_path / "draft", device="cpu") as llm:
+        assert kv == from_dlpack(llm._runner.executor.drafts.cache.tensor).nbytes  # type: ignore[attr-defined]
+    assert main(["doctor", str(model), "--draft", str(tmp_path / "draft"), "--device", "cpu"]) == 0
+    assert f"  {value}" in capsys.readouterr().out
+
+
+def test_a_head_that_does_not_run_is_a_problem_with_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_target(tmp_path / "model")
+    (tmp_path / "draft").mkdir()
+    raw = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dflash_config": {"mask_token_id": 7}}
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(raw))
+    status, report = doctor(capsys, str(model), "--draft", str(tmp_path / "draft"))
+    [found] = problems(report)
+    assert status == 1 and "dflash_config = {'mask_token_id': 7}: a DFlash head, which drafts all" in found["problem"]
+    assert "docs/models.md" in found["remedy"]
 
 
 def test_what_is_worth_knowing(bytes_pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,8 +22,8 @@ from specrs.models import (
     ops_for,
     torch_ops,
 )
-from specrs.models.config import Eagle1Config
 from specrs.models.cuda import why_not
+from specrs.models.head_config import Eagle1Config
 
 OPS: dict[str, Any] = {"torch": torch_ops, "host": ops_for}
 

@@ -19,7 +19,6 @@ from specrs.models import (
     LlamaModel,
     ModelFileError,
     Ops,
-    UnsupportedModelError,
     ops_for,
     torch_ops,
 )
@@ -126,7 +125,7 @@ def test_a_head_named_as_a_model_is_what_its_file_says(tmp_path: Path, layers: i
     assert head.config == want.config and head.aux_layers == want.aux_layers
     two = {name.replace("midlayer.", f"layers.{i}."): w.clone() for i in (0, 1) for name, w in weights.items()}
     save_file(two, place / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"layers\.1|num_hidden_layers = 40"):
+    with pytest.raises(ConfigError, match=rf"num_hidden_layers = {layers}: the file has 2"):
         Eagle3Head.load(place, ops_for(), target)
 
 
@@ -214,18 +213,10 @@ def test_tokens_with_a_head_of_qwen3s_layer_are_those_of_plain_decoding(tmp_path
         assert any(out.mean_accepted > 1.2 for out in outputs), "the head drafts what its target chooses"
 
 
-def test_heads_of_other_forms_are_refused_by_name(tmp_path: Path) -> None:
+def test_a_norm_of_queries_alone_is_refused(tmp_path: Path) -> None:
     target, _, _ = build(tmp_path, torch_ops(), qk_norm=True)
     directory = tmp_path / "head"
     whole = modelzoo.read_weights(directory)
-    for name, shape, form in (
-        ("input_norm.weight", (192,), "norm_before_fc"), ("fc_norm.1.weight", (64,), "fc_norm"),
-        ("mask_hidden", (1, 1, 192), "P-EAGLE"), ("layers.1.mlp.up_proj.weight", (96, 64), "a second layer"),
-    ):  # fmt: skip
-        save_file({**whole, name: torch.ones(shape)}, directory / "model.safetensors")
-        modelzoo.edit_config(directory, num_hidden_layers=1)
-        with pytest.raises(UnsupportedModelError, match=rf"tensor {name} = .*{form}.*: not implemented; .*works"):
-            Eagle3Head.load(directory, torch_ops(), target)
     for lacks in ("q_norm", "k_norm"):
         save_file({n: w for n, w in whole.items() if lacks not in n}, directory / "model.safetensors")
         with pytest.raises(ModelFileError, match=f"{lacks}.weight: missing"):

@@ -17,8 +17,9 @@ from specrs._specrs import ConfigError, DeviceMemoryError, Geometry
 from specrs.engine.config import EngineConfig
 from specrs.engine.devices.memory import buckets, entering, format_arrays, prompt_sizes
 from specrs.engine.drafting.levels import can_unite, drafted_levels, levels_for, tiers
-from specrs.models.config import HeadConfig, LayerConfig, ModelConfig
+from specrs.models.config import LayerConfig, ModelConfig
 from specrs.models.cuda_attention import CudaAttention
+from specrs.models.head_config import HeadConfig
 from specrs.models.layer import LayerTail, WholeNormQkv
 from specrs.models.llama import ROPE_SLACK, LlamaModel
 from specrs.models.ops import Ops
@@ -97,6 +98,22 @@ class Head:
     shapes: Shapes
 
 
+def head_elements(head: Head, rows: int, step_rows: int) -> int:
+    """Return the elements of a head's scratch memory, without logits.
+
+    Args:
+        rows: rows of a pass over the target's features, all of which may have logits.
+        step_rows: rows of a draft step.
+    """
+    h = head.config
+    layer = 4 * h.hidden_size + 2 * h.qkv_size + h.q_size + h.intermediate_size
+    normed = any(name.startswith(("input_norm.", "fc_norm.")) for name in head.shapes)
+    features = h.aux_size if normed else 0
+    writing = layer + 2 * h.kv_size if h.num_layers > 1 else 4 * h.hidden_size + 4 * h.kv_size
+    tail = 4 * h.hidden_size + h.q_size + h.intermediate_size
+    return (layer + writing + 2 * features + tail) * rows + (layer + h.hidden_size) * step_rows
+
+
 @dataclass(frozen=True)
 class Engine:
     """An engine that is planned but not made.
@@ -132,7 +149,9 @@ class Engine:
     @property
     def layers(self) -> list[tuple[LayerConfig, int]]:
         """The decoder layer of each model, with the number of its layers."""
-        head: list[tuple[LayerConfig, int]] = [] if self.head is None else [(self.head.config, 1)]
+        head: list[tuple[LayerConfig, int]] = (
+            [] if self.head is None else [(self.head.config, self.head.config.num_layers)]
+        )
         return [(self.target, self.target.num_layers), *head]
 
     @property
@@ -159,8 +178,8 @@ class Engine:
         yield "weights of the target", _bytes(shapes, half) + wider
         tensors = len(shapes)
         if head is not None:
-            # The rows for keys and values are stored a second time, for passes that only write draft KV.
-            again = 2 * head.config.kv_size * 2 * head.config.hidden_size
+            # The last layer's rows for keys and values are stored a second time, for passes that only write draft KV.
+            again = 2 * head.config.kv_size * (2 if head.config.num_layers == 1 else 1) * head.config.hidden_size
             yield "weights of the draft head", _bytes(head.shapes, half) + again * half
             tensors += len(head.shapes) + 4
         positions = c.max_context_len + ROPE_SLACK
@@ -175,16 +194,7 @@ class Engine:
         norms = sum(WholeNormQkv.widths(t).values()) if t.block.whole_qk_norm else 0
         units = [(block + norms) * rows]
         if head is not None:
-            h = head.config
-            # The units are: passes over the target's features, passes that only write, draft steps, the layer's tail
-            # behind attention, and the features' rows.
-            units += [
-                (4 * h.hidden_size + 2 * h.qkv_size + h.q_size + h.intermediate_size) * rows,
-                (4 * h.hidden_size + 4 * h.kv_size) * rows,
-                (4 * h.hidden_size + 2 * h.qkv_size + h.q_size + h.intermediate_size) * _up(b * shape.topk, 16),
-                (3 * h.hidden_size + h.q_size + h.intermediate_size) * rows,
-                h.aux_size * rows,
-            ]
+            units += [head_elements(head, rows, _up(b * shape.topk, 16)), head.config.aux_size * rows]
         yield "activations", sum(units) * half
         most = max(max(layer.hidden_size, 2 * layer.intermediate_size) for layer, _ in self.layers)
         inner = max(max(layer.hidden_size, layer.intermediate_size) for layer, _ in self.layers)

@@ -1,0 +1,184 @@
+"""Heads that do not run are refused by name, by the key or tensor that says so, before any weight is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import headzoo
+import modelzoo
+from reference_heads import Sizes
+from specrs import LLM, ConfigError
+from specrs.models import (
+    DraftMismatchError,
+    Eagle3Config,
+    Eagle3Head,
+    ModelConfig,
+    ModelFileError,
+    UnsupportedModelError,
+)
+from specrs.models.cuda import why_not
+from specrs.models.head_forms import FORMS, OTHERS, form_of, plain_name
+from specrs.models.head_table import BEGIN, END, main, table
+
+_LAYER = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4,
+          "intermediate_size": 96, "vocab_size": 300}  # fmt: skip
+_BLOCK = {**_LAYER, "architectures": ["DFlashDraftModel"], "block_size": 16, "num_target_layers": 36}
+PUBLISHED = {  # config.json as trainers write them, shortened
+    "DFlash": {**_BLOCK, "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 2]}},
+    "DFlash of speculators": {
+        "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "block_size": 8, "mask_token_id": 7,
+        "transformer_layer_config": _LAYER,
+    },
+    "JetSpec": {**_BLOCK, "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1], "causal_head": True}},
+    "DFlash2": {**_BLOCK, "architectures": ["DFlash2DraftModel"], "dflash_config": {"selector_rank": 256}},
+    "Domino": {**_BLOCK, "architectures": ["DominoDraftModel"], "dflash_config": {"projector_type": "domino"}},
+    "Domino by its key": {**_BLOCK, "dflash_config": {"projector_type": "domino", "emb_dim": 256}},
+    "DSpark": {**_BLOCK, "architectures": ["DSparkDraftModel"], "dflash_config": {"projector_type": "dspark"}},
+    "DSpark of DeepSpec": {**_LAYER, "architectures": ["Qwen3DSparkModel"], "markov_rank": 256, "block_size": 7},
+    "DSpark without Markov": {**_LAYER, "architectures": ["Qwen3DSparkModel"], "markov_rank": 0, "block_size": 7},
+    "DFly": {**_BLOCK, "architectures": ["DFlyDraftModel"]},
+    "P-EAGLE": {**_LAYER, "model_type": "llama", "architectures": ["PEagleDraftModel"], "draft_vocab_size": 300},
+    "P-EAGLE of speculators": {
+        "architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle", "mask_token_id": 7,
+        "transformer_layer_config": _LAYER,
+    },
+    "P-EAGLE for vLLM": {**_LAYER, "architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 7},
+    "MTP": {"architectures": ["MTPSpeculator"], "speculators_model_type": "mtp", "transformer_layer_config": _LAYER},
+    "Medusa": {"architectures": ["MedusaModel"], "medusa_num_heads": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_another_form_is_named_without_a_file_of_weights(tmp_path: Path, name: str) -> None:
+    target = ModelConfig.from_directory(modelzoo.write_target(tmp_path / "target"))
+    (tmp_path / "head").mkdir()
+    modelzoo.write_json(tmp_path / "head" / "config.json", PUBLISHED[name])
+    with pytest.raises(UnsupportedModelError, match=rf"a {name.split()[0]} head, which .*: not implemented; EAGLE"):
+        Eagle3Head.check(tmp_path / "head", target)
+
+
+def test_an_engine_says_the_same(tmp_path: Path) -> None:
+    target = modelzoo.write_target(tmp_path / "target")
+    (tmp_path / "head").mkdir()
+    modelzoo.write_json(tmp_path / "head" / "config.json", PUBLISHED["DFlash"])
+    with pytest.raises(UnsupportedModelError, match="a DFlash head") as caught:
+        LLM(target, tmp_path / "head")
+    assert caught.value.what == "dflash_config"
+
+
+@pytest.mark.parametrize(("other", "tensor"), [(o.name, t) for o in OTHERS for t in o.tensors], ids=str)
+def test_another_form_is_named_by_its_tensors(tmp_path: Path, other: str, tensor: str) -> None:
+    target, directory, tensors = head(tmp_path)
+    save_file({**tensors, f"{tensor}weight": torch.ones(2, 2)}, directory / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=f"tensor {tensor}weight = .*a {other} head"):
+        Eagle3Head.check(directory, target)
+
+
+def test_forms_share_no_name() -> None:
+    """So the order of the rows decides only where a head has a model's name."""
+    named = [name for form in FORMS if not form.tensors for name in form.architectures]
+    named += [name for other in OTHERS for name in other.architectures]
+    assert len(named) == len(set(named))
+    for form in FORMS:
+        for name in form.architectures:
+            assert form_of({"architectures": [name]}, tensors=form.tensors).name == form.name
+    with pytest.raises(UnsupportedModelError, match="speculators_model_type = 'independent': implemented: eagle3"):
+        form_of({"architectures": ["Eagle3DraftModel"], "speculators_model_type": "independent"})
+    with pytest.raises(UnsupportedModelError, match="a model, no draft head"):
+        form_of({"architectures": ["LlamaForCausalLM"]}, tensors=())
+    assert plain_name("model.layers.0.hidden_norm.weight") == "midlayer.hidden_norm.weight"
+    assert plain_name("aux_norm_mid.weight") == "fc_norm.1.weight"
+
+
+def head(directory: Path, **options: Any) -> tuple[ModelConfig, Path, dict[str, torch.Tensor]]:
+    """A target's configuration, the directory of a head for it, and the head's tensors."""
+    target = ModelConfig.from_directory(modelzoo.write_target(directory / "target", num_hidden_layers=6))
+    headzoo.write_head(directory / "head", "SpecForge", Sizes(**options), 6)
+    return target, directory / "head", modelzoo.read_weights(directory / "head")
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "match"),
+    [
+        ({"norm_before_fc": True, "fc_norm": True}, UnsupportedModelError, "fc_norm = True: norm_before_fc is true"),
+        ({"norm_before_fc": True}, ModelFileError, "input_norm.weight: missing"),
+        ({"fc_norm": True}, ModelFileError, "fc_norm.0.weight: missing"),
+        ({"num_hidden_layers": 2}, UnsupportedModelError, "num_hidden_layers = 2: the file has 1"),
+        ({"num_target_layers": 7}, DraftMismatchError, "num_target_layers = 7 .*6 layers"),
+        ({"num_aux_hidden_states": 4}, UnsupportedModelError, "num_aux_hidden_states = 4: 3 layers"),
+        ({"target_layer_ids": [1, 2, 5], "eagle_config": None}, DraftMismatchError, "aux layer = 6"),
+        ({"quantization_config": {"quant_method": "awq"}}, UnsupportedModelError, "quantised weights"),
+        ({"hidden_act": "relu2"}, UnsupportedModelError, "hidden_act = 'relu2'"),
+        ({"layer_types": ["sliding_attention"]}, UnsupportedModelError, "layer_types"),
+        ({"eagle_config": {"parallel_draft_step": 4}}, UnsupportedModelError, "eagle_config.parallel_draft_step = 4"),
+        ({"eagle_config": {"unheard_of": True}}, UnsupportedModelError, "eagle_config.unheard_of = True: unknown"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_key_that_nothing_here_computes_is_named(
+    tmp_path: Path, change: dict[str, Any], kind: type[ConfigError], match: str
+) -> None:
+    target, directory, _ = head(tmp_path)
+    modelzoo.edit_config(directory, **change)
+    with pytest.raises(kind, match=match):
+        Eagle3Head.check(directory, target)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "match"),
+    [
+        ("input_norm.weight", (192,), "norm_before_fc = true in config.json calls for"),
+        ("fc_norm.0.weight", (64,), "fc_norm = true in config.json calls for"),
+        ("layers.1.mlp.up_proj.weight", (70, 44), "num_hidden_layers = 1: the file has 2"),
+        ("something.weight", (2,), "config.json has no use for it"),
+    ],
+)
+def test_a_tensor_that_nothing_here_reads_is_named(
+    tmp_path: Path, name: str, shape: tuple[int, ...], match: str
+) -> None:
+    target, directory, tensors = head(tmp_path)
+    save_file({**tensors, name: torch.ones(shape)}, directory / "model.safetensors")
+    with pytest.raises(ConfigError, match=match):
+        Eagle3Head.check(directory, target)
+
+
+def test_copies_of_the_targets_weights_are_passed_over(tmp_path: Path) -> None:
+    target, directory, tensors = head(tmp_path)
+    more = {"verifier_lm_head.weight": torch.ones(300, 64), "verifier_norm.weight": torch.ones(64)}
+    save_file({**tensors, **more, "rotary_emb.inv_freq": torch.ones(5)}, directory / "model.safetensors")
+    _, shapes = Eagle3Head.check(directory, target)
+    assert not set(more) & set(shapes)
+
+
+def test_the_page_has_the_tables_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[3] / "docs/models.md").read_text(encoding="utf-8")
+    assert BEGIN + table() + END in page, "make heads-table"
+    copy = tmp_path / "page.md"
+    copy.write_text(page.replace(table(), "stale\n"), encoding="utf-8")
+    assert main([str(copy)]) == 0 and copy.read_text(encoding="utf-8") == page
+    copy.write_text("nothing")
+    assert main([str(copy)]) == 2 and "has no" in capsys.readouterr().err
+    assert main([]) == 0 and capsys.readouterr().out == table()
+
+
+def test_notes_of_a_configuration() -> None:
+    raw = headzoo.config_of("speculators", Sizes(), 6)
+    assert Eagle3Config.from_dict(raw).notes == ()
+    del raw["norm_before_residual"]
+    raw["a_new_key"] = 3
+    first, second = Eagle3Config.from_dict(json.loads(json.dumps(raw))).notes
+    assert "a_new_key" in first and "norm_before_residual is absent and taken as false" in second
+
+
+def test_a_gpu_refuses_a_norm_wider_than_its_kernel_takes() -> None:
+    wide = {"hidden": 64, "target_hidden": 8192, "head_dim": 64, "heads": 2, "kv_heads": 1, "inner": 64}
+    for streams, fits in (((1, 2, 3, 4), True), ((1, 2, 3, 4, 5), False)):
+        sizes = Sizes(**wide, vocab=304, draft_vocab=80, streams=streams, norm_before_fc=True)  # type: ignore[arg-type]
+        why = why_not(Eagle3Config.from_dict(headzoo.config_of("NVIDIA" if fits else "SpecForge", sizes, 9)))
+        assert (why is None) == fits, why
