@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
@@ -127,6 +127,27 @@ class Target(Layers):
         return int(logits.argmax()), first - second
 
 
+class DraftHead(Protocol):
+    """A head as a reference asks it: `Head`, or one of another form.
+
+    Attributes:
+        aux_layers: the layers whose input is a feature.
+        ids: the target's token of each of the head's.
+    """
+
+    aux_layers: list[int]
+    ids: list[int]
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """The head's feature of each row of the target's features, side by side."""
+
+    def run(
+        self, tokens: Sequence[int], features: torch.Tensor, positions: Sequence[int], visible: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-probabilities over the draft's vocabulary, hidden states) of every row; row i sees row j where
+        `visible[i, j]`."""
+
+
 class Head(Layers):
     """An EAGLE-3 head. A row pairs the feature of its position with the token of the next one."""
 
@@ -136,6 +157,10 @@ class Head(Layers):
         n = self.config["draft_vocab_size"]
         self.ids = (torch.arange(n) + self.w["d2t"] if "d2t" in self.w else torch.arange(n)).tolist()
         self.aux_layers: list[int] = self.config["eagle_aux_hidden_state_layer_ids"]
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """The head's feature of each row of the target's features, side by side."""
+        return self.linear("fc", features)
 
     def run(
         self, tokens: Sequence[int], features: torch.Tensor, positions: Sequence[int], visible: torch.Tensor
@@ -164,7 +189,7 @@ class Reference:
     """A target and a head for it, and the shape of their trees: K, S, V."""
 
     target: Target
-    head: Head
+    head: DraftHead
     shape: tuple[int, int, int]
     lanes: bool = False  # a branch sees the earlier rows of its lane instead of its ancestors
 
@@ -197,7 +222,7 @@ class Reference:
         if levels <= 0:
             return Tree([tokens[-1]]), float("inf")
         _, entering = self.target.run(tokens[:-1])
-        features = self.head.linear("fc", torch.cat([entering[i] for i in self.head.aux_layers], dim=-1))
+        features = self.head.fuse(torch.cat([entering[i] for i in self.head.aux_layers], dim=-1))
         inputs = list(tokens[1:])
         for position, token in (following or {}).items():
             inputs[position] = token

@@ -98,22 +98,33 @@ def fuse(sizes: Sizes, weights: Weights, features: torch.Tensor) -> torch.Tensor
 
 
 def logits_of(
-    sizes: Sizes, weights: Weights, embedding: torch.Tensor, tokens: Sequence[int], features: torch.Tensor
+    sizes: Sizes,
+    weights: Weights,
+    embedding: torch.Tensor,
+    tokens: Sequence[int],
+    features: torch.Tensor,
+    positions: Sequence[int] | None = None,
+    visible: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logits [n, rows], what each row hands on [n, hidden]) of rows that see those before them.
+    """(logits [n, rows], what each row hands on [n, hidden]) of rows.
 
     Args:
         embedding: the target's, where the head has none.
         tokens: the token *after* each row's position.
         features: [n, hidden]: `fuse` of rows of the target, and what a row before handed on of draft rows.
+        positions: the rows' positions; ``None``: 0, 1, ...
+        visible: [n, n], row i sees row j; ``None``: it sees those before it, and itself.
     """
+    n = len(tokens)
+    at = torch.tensor(range(n) if positions is None else positions)
+    seen = torch.ones(n, n).tril().bool() if visible is None else visible
     w = {name: value.double() for name, value in weights.items()}
     eps, table = sizes.eps, w.get("embed", embedding.double())
     embedded, feature = _normed(table[list(tokens)], w["0.first"], eps), _normed(features, w["0.feature"], eps)
     stream = feature if sizes.norm_before_residual else features
     for i in range(sizes.layers):
         reads = torch.cat((embedded, feature), dim=-1) if i == 0 else _normed(stream, w[f"{i}.first"], eps)
-        stream = stream + _product(_attention(sizes, w, i, reads), w, f"{i}.o")
+        stream = stream + _product(_attention(sizes, w, i, reads, at, seen), w, f"{i}.o")
         y = _normed(stream, w[f"{i}.second"], eps)
         gated = torch.nn.functional.silu(_product(y, w, f"{i}.gate")) * _product(y, w, f"{i}.up")
         stream = stream + _product(gated, w, f"{i}.down")
@@ -130,24 +141,25 @@ def _product(x: torch.Tensor, w: Weights, name: str) -> torch.Tensor:
     return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
 
 
-def _attention(sizes: Sizes, w: Weights, layer: int, x: torch.Tensor) -> torch.Tensor:
+def _attention(
+    sizes: Sizes, w: Weights, layer: int, x: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor
+) -> torch.Tensor:
     n, d = len(x), sizes.head_dim
     q, k, v = (_product(x, w, f"{layer}.{name}").reshape(n, -1, d) for name in "qkv")
     if sizes.qk_norm:
         q, k = (_normed(y, w[f"{layer}.{name}_norm"], sizes.eps) for y, name in ((q, "q"), (k, "k")))
-    q, k = _turned(q, sizes.theta), _turned(k, sizes.theta)
+    q, k = _turned(q, positions, sizes.theta), _turned(k, positions, sizes.theta)
     out = torch.zeros(n, sizes.heads, d, dtype=torch.float64)
     for head in range(sizes.heads):
         of = head // (sizes.heads // sizes.kv_heads)
         scores = q[:, head] @ k[:, of].T / d**0.5
-        seen = torch.arange(n)[None] <= torch.arange(n)[:, None]
         out[:, head] = torch.where(seen, scores, -torch.inf).softmax(-1) @ v[:, of]
     return out.reshape(n, -1)
 
 
-def _turned(x: torch.Tensor, theta: float) -> torch.Tensor:
+def _turned(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
     """Rotated by position: element i of the first half with element i of the second."""
-    n, d = x.shape[0], x.shape[-1]
-    angles = torch.outer(torch.arange(n, dtype=torch.float64), theta ** (-torch.arange(0, d, 2).double() / d))
+    d = x.shape[-1]
+    angles = torch.outer(positions.double(), theta ** (-torch.arange(0, d, 2).double() / d))
     turned = torch.polar(torch.ones_like(angles), angles)[:, None] * torch.complex(x[..., : d // 2], x[..., d // 2 :])
     return torch.cat((turned.real, turned.imag), dim=-1)

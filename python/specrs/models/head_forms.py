@@ -73,7 +73,7 @@ FORMS = (
         "EAGLE-1 or EAGLE-2", "the paper's authors", "eagle1", _MODELS, ("fc.weight",),
         heads=("yuhuili/EAGLE-LLaMA3-Instruct-8B", "yuhuili/EAGLE-Qwen2-7B-Instruct"),
     ),
-    Form("EAGLE-1 or EAGLE-2", "vLLM, sglang", "eagle1", _EAGLE1),
+    Form("EAGLE-1 or EAGLE-2", "converters for vLLM and sglang", "eagle1", _EAGLE1),
 )  # fmt: skip
 """Forms that run. A directory has the first form whose name and tensors it has."""
 
@@ -121,7 +121,9 @@ OTHERS = (
               {"dflash_config.selector_rank": None}, ("candidate_selector.",)),
     OtherForm("JetSpec", _BLOCKS, (), None, {"dflash_config.causal_head": None}),
     OtherForm("DFly", _BLOCKS, ("DFlyDraftModel",)),
-    OtherForm("DFlash", _BLOCKS, ("DFlashDraftModel", "DFlashSpeculator"), "dflash", {"dflash_config": None}),
+    OtherForm("DFlare", _BLOCKS, ("QwenDFlareDraftModel",)),
+    OtherForm("DFlash", _BLOCKS, ("DFlashDraftModel", "QwenDFlashDraftModel", "DFlashSpeculator"), "dflash",
+              {"dflash_config": None}),
     OtherForm("MTP", "is layers of the target itself", (), "mtp", {}, ("mtp.", "mtp_layers.")),
     OtherForm("MLP speculator", "has no attention", ("MLPSpeculatorPreTrainedModel",), "mlp", {}, ("speculator.",)),
     OtherForm("Medusa", "has no attention", ("MedusaModel", "MedusaForCausalLM"), "medusa", {}, ("medusa_head.",)),
@@ -199,7 +201,7 @@ HARMLESS = frozenset(
         "initializer_range", "pretraining_tp", "use_cache", "torch_dtype", "dtype", "transformers_version",
         "auto_map", "speculators_config", "speculators_version", "_name_or_path", "has_no_defaults_at_init",
         "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "return_dict", "gradient_checkpointing",
-        "attn_implementation", "_attn_implementation", "modal_type", "specrs",
+        "attn_implementation", "_attn_implementation", "modal_type", "target_model_type", "specrs",
         # Tokens: the target's count.
         "bos_token_id", "eos_token_id", "pad_token_id", "image_token_id", "video_token_id", "vision_start_token_id",
         "vision_end_token_id",

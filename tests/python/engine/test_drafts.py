@@ -16,8 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+import headzoo
+import reference_heads
 from drafts_world import VOCAB, agree, choosing, head_for, reference, watched
-from modelzoo import Pair, write_target
+from modelzoo import Pair, read_weights, write_target
+from reference_drafts import Reference, Target
+from reference_heads import Sizes
 from specrs.engine.devices.host import HostDrafts, _Pass
 from specrs.engine.drafting.plans import RoundPlan
 from specrs.engine.request.batch import Batch
@@ -128,6 +132,53 @@ def test_other_heads(pair: Pair, tmp_path: Path, options: dict[str, Any]) -> Non
         run.add(prompt(i, 6 + i), 10)
     run.finish()
     agree(reference(other, shape), run.rounds)
+
+
+class FormHead:
+    """A head of any form, as `reference_heads` has it, for a reference of rounds."""
+
+    def __init__(self, sizes: Sizes, weights: reference_heads.Weights, tensors: Path, target: Target) -> None:
+        self._sizes, self._weights, self._table = sizes, weights, target.w["model.embed_tokens.weight"]
+        self.aux_layers = list(sizes.streams)
+        stored = read_weights(tensors)
+        self.ids: list[int] = (torch.arange(sizes.rows) + stored.get("d2t", 0)).tolist()
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        return reference_heads.fuse(self._sizes, self._weights, features)
+
+    def run(
+        self, tokens: Sequence[int], features: torch.Tensor, positions: Sequence[int], visible: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, passed = reference_heads.logits_of(
+            self._sizes, self._weights, self._table, tokens, features, positions, visible
+        )
+        return logits.log_softmax(-1), passed
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 5), (3, 3, 12)], ids=str)
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        ("speculators", {"layers": 3, "qk_norm": True, "norm_before_residual": True}),
+        ("SpecForge", {"fc_norm": True, "norm_output": True}),
+        ("SpecForge", {"layers": 2, "later_norm": "hidden_norm", "norm_output": True, "draft_vocab": None}),
+        ("NVIDIA", {"norm_before_fc": True, "biases": True}),
+    ],
+    ids=str,
+)
+def test_heads_of_every_form(tmp_path: Path, form: str, options: dict[str, Any], shape: tuple[int, int, int]) -> None:
+    """Catching up in chunks, drafting from what was accepted, and trees, in an engine."""
+    sizes = Sizes(**{"vocab": VOCAB, "draft_vocab": 5, "streams": (2, 2, 1), "theta": 50.0, **options})
+    target = write_target(
+        tmp_path / "target", vocab_size=VOCAB, num_hidden_layers=4, eos_token_id=None, bos_token_id=None
+    )
+    weights = headzoo.write_head(tmp_path / "head", form, sizes, 4)
+    run = watched(Pair(target, tmp_path / "head"), shape, page_size=4, max_batch=2, prefill_chunk=7)
+    for i in range(3):
+        run.add(prompt(i, 6 + 7 * i), 12)
+    run.finish()
+    of = Target(target)
+    agree(Reference(of, FormHead(sizes, weights, tmp_path / "head", of), shape), run.rounds)
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 4), (3, 3, 12)], ids=str)

@@ -42,6 +42,8 @@ PUBLISHED = {  # config.json as trainers write them, shortened
     "DSpark": {**_BLOCK, "architectures": ["DSparkDraftModel"], "dflash_config": {"projector_type": "dspark"}},
     "DSpark of DeepSpec": {**_LAYER, "architectures": ["Qwen3DSparkModel"], "markov_rank": 256, "block_size": 7},
     "DSpark without Markov": {**_LAYER, "architectures": ["Qwen3DSparkModel"], "markov_rank": 0, "block_size": 7},
+    "DFlare": {**_BLOCK, "architectures": ["QwenDFlareDraftModel"], "dflash_config": {"mask_token_id": 7}},
+    "DFlash of AngelSlim": {**_BLOCK, "architectures": ["QwenDFlashDraftModel"]},
     "DFly": {**_BLOCK, "architectures": ["DFlyDraftModel"]},
     "P-EAGLE": {**_LAYER, "model_type": "llama", "architectures": ["PEagleDraftModel"], "draft_vocab_size": 300},
     "P-EAGLE of speculators": {
