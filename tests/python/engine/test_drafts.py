@@ -340,7 +340,7 @@ def test_chains_that_the_cost_model_cuts(pair: Pair, monkeypatch: pytest.MonkeyP
 
     choosing(drafting.gathering, lambda tree: rng.randrange(1, len(tree) + 1), monkeypatch)
     monkeypatch.setattr(policy, "deepen", lambda *_: rng.random() < 0.8)
-    monkeypatch.setattr(drafting, "_pays", lambda r, _: r.head.followed and rng.random() < 0.8)
+    monkeypatch.setattr(drafting, "_pays", lambda r, *_: r.head.followed and rng.random() < 0.8)
     monkeypatch.setattr(policy, "least_loss", lambda *_: -math.inf)
     monkeypatch.setattr(policy, "follows", lambda *_: True)
     for i in range(4):
