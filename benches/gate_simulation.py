@@ -149,7 +149,7 @@ def _round(p: Engine, live: Sequence[Simulated], rng: random.Random, claims: Seq
         done.tokens += accepted + 1
         if id(r) in drawn:
             wins.append(accepted)
-            kind.learn(claims[: nodes[some.index(r)]], drawn[id(r)], gain)
+            kind.learn(gain)
             p.calibration.grade([chain], [*range(drawn[id(r)]), _DEPTH])
             r.lag, r.rounds = 0, r.rounds + 1
         else:

@@ -29,7 +29,7 @@ from specrs.engine.drafting.costs import PassCost
 from specrs.engine.drafting.levels import most_nodes, united_levels
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
-from specrs.models.acceptance import HEATS, UNKNOWN
+from specrs.models.acceptance import UNKNOWN
 from specrs.models.features import FeatureRows, Features, KeptFeatures, gather
 
 Level = Literal["off", "round", "loop"]
@@ -268,7 +268,7 @@ class Device(HostExecutor):
     def policy(self, pages: Any) -> TreePolicy:
         policy, steps = super().policy(pages), self.planner.geometry.shape.steps
         costs = replace(policy.costs, resume=PassCost([1], [policy.costs.target.at(1)]))
-        return TreePolicy(costs, [Kind.of(UNKNOWN, steps) for _ in HEATS], tail=policy.tail)
+        return TreePolicy(costs, [Kind.of(one, steps) for one in UNKNOWN], tail=policy.tail)
 
     # -- what the engine sees -------------------------------------------------------------------------------------
 

@@ -1,12 +1,13 @@
-"""Attention backends: specrs's own kernels, and plain torch stand-ins for the kernels of other engines.
+"""Attention backends: specrs's own kernels, kernels and plain torch over the metadata arrays of other engines.
 
     from specrs.backends import BACKENDS, find, resolve, Combination
 
 A backend declares what it can do (`AttentionBackend`), `MATRIX` says where it runs and how its rounds may be launched
 there, `resolve` decides from both what it may be asked for, and the engine (``LLM(attention_backend=...)``) runs models
-over it. The stand-ins compute from the metadata arrays and the KV pool and from nothing else, as the real kernels do,
-so that arrays on which they give the right tokens are arrays that an engine can hand to the real ones. Importing this
-package does not import torch.
+over it. On the CPU, plain torch stands in for other engines' kernels. It computes from the metadata arrays and the KV
+pool and from nothing else, as the real kernels do, so that arrays on which it gives the right tokens are arrays that an
+engine can hand to the real ones. On a GPU, kernels in Triton read the arrays of ``"triton"``. Importing this package
+imports neither torch nor triton.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterable
 from types import MappingProxyType
 
 from specrs._specrs import ConfigError
-from specrs.backends.base import FORMATS, AttentionBackend, Capabilities, Step
+from specrs.backends.base import FORMATS, AttentionBackend, Capabilities, MissingPackageError, Step
 from specrs.backends.flash_attention import FlashAttention
 from specrs.backends.flashinfer import FlashInfer
 from specrs.backends.matrix import GRAPH_LEVELS, MATRIX, GraphLevel, Row, on_device
@@ -30,7 +31,7 @@ from specrs.backends.routing import (
 )
 from specrs.backends.routing import resolve as _resolve
 from specrs.backends.running import PlanAttention
-from specrs.backends.triton import Triton
+from specrs.backends.triton import Triton, TritonCuda
 
 BACKENDS = MappingProxyType({cls.name: cls for cls in (Native, FlashInfer, FlashAttention, Triton)})
 """The backends that come with specrs, by name."""
@@ -47,6 +48,7 @@ __all__ = [
     "FlashAttention",
     "FlashInfer",
     "GraphLevel",
+    "MissingPackageError",
     "Native",
     "NativeCuda",
     "PlanAttention",
@@ -54,6 +56,7 @@ __all__ = [
     "Row",
     "Step",
     "Triton",
+    "TritonCuda",
     "UnsupportedCombinationError",
     "check",
     "find",

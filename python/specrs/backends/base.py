@@ -61,6 +61,21 @@ class Step:
     arrays: Mapping[str, torch.Tensor]
 
 
+class MissingPackageError(ConfigError):
+    """An attention backend needs a package that is not installed, or a newer version of it.
+
+    Attributes: `backend`, `package`, `oldest` (a version that works), `found` (``None``: none is installed).
+    """
+
+    def __init__(self, backend: str, package: str, oldest: str, found: str | None) -> None:
+        self.backend, self.package, self.oldest, self.found = backend, package, oldest, found
+        have = "it is not installed" if found is None else f"{found} is installed"
+        super().__init__(
+            f"attention_backend = {backend!r}: needs the package {package} {oldest} or newer on a GPU; {have}. "
+            "attention_backend='native' needs none"
+        )
+
+
 class AttentionBackend:
     """A kernel family that an engine keeps as its attention. Subclasses declare what they can do, and do it."""
 

@@ -25,7 +25,7 @@ from specrs.backends.base import AttentionBackend, Capabilities
 from specrs.backends.flash_attention import FlashAttention
 from specrs.backends.flashinfer import FlashInfer
 from specrs.backends.native import Native, NativeCuda
-from specrs.backends.triton import Triton
+from specrs.backends.triton import Triton, TritonCuda
 
 Device = Literal["cpu", "cuda"]
 GraphLevel = Literal["off", "round", "loop"]
@@ -63,6 +63,7 @@ MATRIX: tuple[Row, ...] = (
     Row(backend=FlashAttention, device="cpu", graphs=("off",), device_plans=False),
     Row(backend=Triton, device="cpu", graphs=("off",), device_plans=False),
     Row(backend=NativeCuda, device="cuda", graphs=("round", "off", "loop"), device_plans=True),
+    Row(backend=TritonCuda, device="cuda", graphs=("round", "off", "loop"), device_plans=True),
 )
 """Every backend that comes with specrs, on every device that it runs on."""
 

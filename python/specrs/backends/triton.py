@@ -1,4 +1,4 @@
-"""The Triton kernels of sglang as specrs's planner feeds them: slots as int64, the new tokens apart from the prefix.
+"""Attention over the arrays of sglang's Triton kernels: slots as int64, the new tokens apart from the prefix.
 
 Decoding and draft steps read ``kv_indices[kv_indptr[z]:kv_indptr[z + 1]]``, one query a row. Extend and verify are one
 kernel (sglang's ``extend_attention_fwd``) in two stages: the prefix by ``kv_indices``, then the pass's own tokens,
@@ -7,13 +7,17 @@ which lie at ``extend_slots[qo_indptr[i]:qo_indptr[i + 1]]``, causally or by ``c
 
 from __future__ import annotations
 
-from types import MappingProxyType
+import re
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from specrs.backends.base import AttentionBackend, Step
+from specrs.backends.base import AttentionBackend, MissingPackageError, Step
 
 if TYPE_CHECKING:
     import torch
+
+OLDEST = "3.6"
+"""The oldest triton with which the kernels were seen to run on a GPU."""
 
 
 class Triton(AttentionBackend):
@@ -52,3 +56,61 @@ class Triton(AttentionBackend):
         from specrs.backends import gather
 
         return gather.attend(prepared, keys, values, q, scale).out.to(q.dtype)
+
+
+class TritonCuda(AttentionBackend):
+    """The same on a CUDA device, by kernels in Triton (`specrs.backends.triton_kernels`).
+
+    The engine launches them itself. `prepare` and `attend` are for other engines: they take tensors of the device, the
+    arrays of the step too, and launch on torch's current stream; nothing waits for the device.
+    """
+
+    name = Triton.name
+    format = Triton.format
+    reads = Triton.reads
+    topk_above_1 = True
+    page_size_above_1 = True
+    draft_attention = Triton.draft_attention
+    kv_dtypes = ("bfloat16", "float16")
+    needs_cpu_seq_lens = False
+
+    def prepare(self, step: Step) -> Step:
+        return step
+
+    def attend(
+        self, prepared: Step, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """As `AttentionBackend.attend`, with q and the result of the pool's type."""
+        import torch
+
+        module, step = kernels(), prepared
+        out = torch.empty_like(q)
+        space = torch.empty(module.workspace(q.device, q.shape[2]), dtype=torch.uint8, device=q.device)
+        lists = step.arrays["kv_indptr"].numel() - 1
+        module.attention(
+            q, keys, values, out, step.arrays, phase=step.phase, sequences=lists, most_queries=step.queries,
+            scale=scale, space=space,
+        )  # fmt: skip
+        return out
+
+
+def kernels() -> ModuleType:
+    """Import `specrs.backends.triton_kernels`.
+
+    Raises:
+        MissingPackageError: triton is not installed, or is older than `OLDEST`.
+    """
+    try:
+        import triton
+    except ImportError as error:
+        raise MissingPackageError(Triton.name, "triton", OLDEST, None) from error
+    if _release(triton.__version__) < _release(OLDEST):
+        raise MissingPackageError(Triton.name, "triton", OLDEST, triton.__version__)
+    from specrs.backends import triton_kernels
+
+    return triton_kernels
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:2])

@@ -190,8 +190,9 @@ class EngineConfig(OptionFields):
         backend = backends.on_device(self.backend, "cuda")
         if backend is None:
             name = backends.Capabilities.of(self.backend).name
+            there = " and ".join(repr(row.backend.name) for row in backends.MATRIX if row.device == "cuda")
             raise ConfigError(
-                f"attention_backend = {name!r}: runs on the CPU; device = {device!r} has 'native', device='cpu' has "
+                f"attention_backend = {name!r}: runs on the CPU; device = {device!r} has {there}, device='cpu' has "
                 f"{name!r}"
             )
         half = place.dtype_name

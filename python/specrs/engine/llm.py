@@ -164,10 +164,10 @@ class LLM(Conversing):
         draft = None if head is None else str(draft)
         self._numerics = {
             "specrs": __version__,
-            **numerics(ops.dense, target.products()),
+            **numerics(ops, target.products()),
             "kv_dtype": self.config.kv_dtype,
             "attention": Capabilities.of(self.config.backend).name,
-            "draft": None if head is None else numerics(ops.dense, head.products())["weights"],
+            "draft": None if head is None else numerics(ops, head.products())["weights"],
         }
         #: Device of the engine: ``cuda:0 (NVIDIA H200)``, or the CPU and why, as ``cpu (the driver sees no GPU)``.
         self.device = site.name
@@ -477,7 +477,8 @@ class LLM(Conversing):
         GPU: its name and compute capability, the driver's CUDA, cublasLt's version and path, the number of the rule
         that attention follows, and for each product its class of bits (`split` of K and `fingerprint`). On the CPU: the
         dtype that each weight is kept in; `instructions` are told, and change nothing. Drafts change no token, so the
-        head's products (``draft``) stand apart.
+        head's products (``draft``) stand apart. With an ``attention`` other than ``"native"``, bits may depend on the
+        batch and the tree as well.
         """
         return self._numerics
 

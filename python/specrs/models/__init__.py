@@ -4,7 +4,8 @@ torch."""
 from specrs.models.attention import HostAttention, ReadAttention, TorchAttention
 from specrs.models.cache import cache_bytes, check_memory, new_cache
 from specrs.models.config import Eagle3Config, HeadConfig, LayerConfig, ModelConfig, has_recurrent_state
-from specrs.models.cuda import CudaAttention, CudaDense, placed
+from specrs.models.cuda import CudaDense, placed
+from specrs.models.cuda_attention import CudaAttention
 from specrs.models.dense import HostDense, TorchDense, follow_torch
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.errors import DraftMismatchError, HubError, ModelFileError, UnsupportedModelError

@@ -29,7 +29,7 @@ class Acceptance:
             accepted, among those in which one of the level above is. The last share stands for deeper levels.
     """
 
-    temper: float = 0.8
+    temper: float
     levels: tuple[float, ...] = (0.6,)
 
     def level(self, index: int) -> float:
@@ -37,9 +37,10 @@ class Acceptance:
         return self.levels[min(index, len(self.levels) - 1)]
 
 
-UNKNOWN = Acceptance()
-"""Acceptance of a head without a file: hopeful, so that drafts are tried. What that may cost is bounded
-(`engine.drafting`)."""
+UNKNOWN = (Acceptance(0.7), Acceptance(1.2), Acceptance(1.6))
+"""Acceptance of a head without a file, for each of `HEATS`: hopeful, so that drafts are tried. What that may cost is
+bounded (`engine.drafting`). The tempers are about those of the head in the package: greedy tokens are likelier than a
+head says, sampled ones less likely."""
 
 
 def read_acceptance(directory: str | Path) -> tuple[Acceptance, ...]:
@@ -54,7 +55,8 @@ def read_acceptance(directory: str | Path) -> tuple[Acceptance, ...]:
     for key in raw:
         if key not in HEATS:
             raise UnsupportedModelError(key, raw[key], f"a heat is one of {', '.join(HEATS)}", path)
-    return tuple(_read(raw[heat], heat, path) if heat in raw else UNKNOWN for heat in HEATS)
+    each = zip(HEATS, UNKNOWN, strict=True)
+    return tuple(_read(raw[heat], heat, path) if heat in raw else unknown for heat, unknown in each)
 
 
 def _read(said: Any, heat: str, path: Path) -> Acceptance:

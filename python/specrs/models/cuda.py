@@ -13,9 +13,9 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -29,10 +29,9 @@ from specrs._specrs import (
     CudaError,
     Moves,
     Plan,
-    TreeShape,
     cuda_unavailable_reason,
 )
-from specrs.backends import Capabilities, NativeCuda
+from specrs.backends.base import Phase
 from specrs.engine_options import Dtype
 from specrs.models.config import HeadConfig, LayerConfig, ModelConfig
 from specrs.models.live import ModelSource
@@ -46,12 +45,9 @@ _CAPPED = (128, 256)  # head sizes for which scores are capped
 _CAPS = 1e-4, 1e4  # bounds of score caps: `CAPS` of src/device/kernels/attention.rs
 _SMALL_HEADS = 128  # elements of a head that every GPU has shared memory for
 _MOST_GROUP = 64
-_MASK_BITS = 64
 _LARGE = 1 << 25  # bytes of a block that is made no larger than it has to be
 _MOST_VIEWS = 1024  # limit of views of scratch memory: sizes repeat from round to round
-_MOST_BRANCHES = 32  # limit of a draft step: a list of the best lies in the lanes of a warp
 _MOST_VOCABULARY = 1 << 18  # limit of logits that are sampled from: a bit for each token lies in shared memory
-_MOST_STEPS = 7  # limit of a branch: as many keys as a row takes one by one, in logical order, beside its own
 
 
 def unavailable() -> str | None:
@@ -438,9 +434,10 @@ class DevicePlan:
         first_pages: column of the table at which each request's keys begin, int32 [B]; ``None`` where it is the first.
         most_queries: most queries of one request.
         page_size: tokens of a page.
+        arrays: arrays of the attention backend's format, by name. They may be longer than the pass needs.
     """
 
-    phase: str
+    phase: Phase
     positions: torch.Tensor
     out_slots: torch.Tensor
     lens: torch.Tensor
@@ -451,6 +448,7 @@ class DevicePlan:
     most_queries: int
     page_size: int
     first_pages: torch.Tensor | None = None
+    arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -458,7 +456,8 @@ class DevicePlan:
     ) -> tuple[DevicePlan, list[torch.Tensor]]:
         """Copy a plan of the host to the device, with more integers of the pass as int32.
 
-        There is one copy of all arrays, because a copy costs as much as some launches.
+        There is one copy of all arrays, because a copy costs as much as some launches, and one more for each array of
+        the attention backend's format.
 
         Args:
             writes: False for a pass over positions whose KV is there already: it writes none.
@@ -485,8 +484,13 @@ class DevicePlan:
         most = max((end - first for first, end in pairwise(ends)), default=0)
         there, rest = parts[5].view(table.shape), list(parts[6:])
         first_pages = None if plan.whole else rest.pop(0)
+        of_format = {
+            name: from_dlpack(array).pin_memory().to(dense.placement.device, non_blocking=True)
+            for name, array in plan.arrays().items()
+        }
         at = cls(
-            plan.phase, positions, out_slots, lens_there, starts_there, there, masks, None, most, page_size, first_pages
+            plan.phase, positions, out_slots, lens_there, starts_there, there, masks, None, most, page_size,
+            first_pages, of_format,
         )  # fmt: skip
         return at, rest
 
@@ -499,11 +503,11 @@ class DevicePlan:
     def _workspaces(self) -> dict[tuple[int, int, int], int]:
         return {}
 
-    def workspace(self, ordinal: int, kv_heads: int, group: int, head_dim: int) -> int:
-        """Bytes that attention wants for these heads, the same in all layers."""
+    def workspace(self, wanted: Callable[..., int], ordinal: int, kv_heads: int, group: int, head_dim: int) -> int:
+        """Bytes that a pass wants for these heads by `DeviceAttention.workspace`, the same in all layers."""
         heads = (kv_heads, group, head_dim)
         if heads not in self._workspaces:
-            self._workspaces[heads] = core._device_attention_workspace(
+            self._workspaces[heads] = wanted(
                 ordinal,
                 requests=self.lens.numel(),
                 max_queries=self.most_queries,
@@ -513,69 +517,3 @@ class DevicePlan:
                 max_keys=self.table.shape[1] * self.page_size,
             )
         return self._workspaces[heads]
-
-
-class CudaAttention:
-    """specrs's attention over paged KV, behind its rotation.
-
-    tree: of the engine, by which a draft step's mask counts its bits. Raises ConfigError for one that does not fit into
-    a word of 64 bits, or whose branches are longer than the keys that a row takes in logical order.
-    """
-
-    capabilities = Capabilities.of(NativeCuda())
-
-    def __init__(self, dense: CudaDense, tree: TreeShape) -> None:
-        slots = tree.topk * tree.steps
-        why = ""
-        if tree.topk > _MOST_BRANCHES:
-            why = f"{tree.topk} branches (K); selection on a GPU takes at most {_MOST_BRANCHES}"
-        elif slots > _MASK_BITS:
-            why = f"{slots} draft slots (K * S); attention on a GPU takes at most {_MASK_BITS}"
-        elif tree.draft_tokens > _MASK_BITS:
-            why = f"{tree.draft_tokens} tokens (V); attention on a GPU takes at most {_MASK_BITS}"
-        elif tree.topk > 1 and tree.steps > _MOST_STEPS:
-            why = f"{tree.steps} steps of {tree.topk} branches; a GPU takes at most {_MOST_STEPS} steps, or K = 1"
-        if why:
-            raise ConfigError(f"tree = ({tree.topk}, {tree.steps}, {tree.draft_tokens}): {why}")
-        self._dense, self._draft = dense, (tree.topk, tree.steps)
-        self._plan: tuple[Plan, DevicePlan] | None = None  # plan of the pass at hand, for all of its layers
-
-    def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        return self._dense.rope(cos, sin)
-
-    def attend(
-        self, kv: KvMemory, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads, out: torch.Tensor
-    ) -> None:
-        at = self._on_device(plan, kv.page_size)
-        q = self._dense.rotated(kv, layer, at, qkv, rope, heads)
-        kv_heads, head_dim = kv.tensor.shape[3:]
-        size = at.workspace(q.device.index, kv_heads, heads.count // kv_heads, head_dim)
-        core._device_attention(
-            kv.tensor,
-            layer,
-            q,
-            out.view_as(q),
-            table=at.table,
-            page_size=kv.page_size,
-            rows=at.rows,
-            lens=at.lens,
-            starts=at.starts,
-            mask=at.mask,
-            first_pages=at.first_pages,
-            draft=self._draft if at.phase == "draft" else None,
-            max_queries=at.most_queries,
-            scale=heads.scale,
-            cap=heads.cap,
-            workspace=self._dense.attention_space(size),
-            stream=self._dense.stream,
-        )
-
-    def write(self, kv: KvMemory, layer: int, plan: Plan, rows: torch.Tensor, rope: Any, heads: Heads) -> None:
-        self._dense.rotated(kv, layer, self._on_device(plan, kv.page_size), rows, rope, replace(heads, count=0))
-
-    def _on_device(self, plan: Plan | DevicePlan, page_size: int) -> DevicePlan:
-        if isinstance(plan, DevicePlan):
-            return plan
-        if self._plan is None or self._plan[0] is not plan:
-            self._plan = plan, DevicePlan.of(self._dense, plan, page_size)[0]
-        return self._plan[1]

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from specrs._specrs import ConfigError, Plan
-from specrs.models.acceptance import HEATS, UNKNOWN, Acceptance, read_acceptance
+from specrs.models.acceptance import UNKNOWN, Acceptance, read_acceptance
 from specrs.models.cache import new_cache
 from specrs.models.config import Eagle1Config, Eagle3Config, HeadConfig, ModelConfig
 from specrs.models.errors import DraftMismatchError, ModelFileError, UnsupportedModelError
@@ -39,7 +39,7 @@ class Eagle3Head:
 
     def __init__(
         self, config: HeadConfig, weights: Checkpoint, ops: Ops, target: LlamaModel,
-        acceptance: tuple[Acceptance, ...] = (UNKNOWN,) * len(HEATS),
+        acceptance: tuple[Acceptance, ...] = UNKNOWN,
     ) -> None:  # fmt: skip
         _check_files(config, weights, target.config)
         aux_layers = config.aux_layers_for(target.config)

@@ -10,24 +10,26 @@ import torch
 
 from specrs import _specrs as core
 from specrs.models.cuda import CudaDense, CudaLinear
-from specrs.models.ops import Dense, Linear
+from specrs.models.ops import Linear, Ops
 
 
-def numerics(dense: Dense, weights: Iterable[tuple[str, Linear]]) -> dict[str, Any]:
+def numerics(ops: Ops, weights: Iterable[tuple[str, Linear]]) -> dict[str, Any]:
     """Return what the bits depend on: the device, and the class of each weight's products by its name; plain values
     that JSON takes.
 
     On a GPU a class is a split of K and a fingerprint, which two machines share where the same rows give the same bits.
-    Products that a bench opened without the contract are named under ``products``.
+    Products that a bench opened without the contract are named under ``products``, and specrs's own attention has a
+    rule there, by which its bits are defined.
     On the CPU it is the dtype that the weight is kept in: neither threads nor instructions change a bit.
     """
-    at = dense.placement
+    dense, at = ops.dense, ops.placement
     found: dict[str, Any] = {"activations": at.dtype_name, "logits": _name(at.logits_dtype)}
     instructions, rule = core._numerics_ids()
     if isinstance(dense, CudaDense):
         products = json.loads(dense.products.numerics())
         found |= {key: products[key] for key in ("device", "capability", "driver_cuda", "cublaslt", "cublaslt_path")}
-        found["attention_rule"] = rule
+        if ops.attention.capabilities.format == "native":
+            found["attention_rule"] = rule
         if not products["contract"]:  # a bench's choice
             found["products"] = "the fastest algorithm of any class for each number of rows: NOT exact, for a bench"
     else:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from specrs._specrs import TreeShape
-from specrs.backends import AttentionBackend, Native, PlanAttention
+from specrs.backends import AttentionBackend, Native, NativeCuda, PlanAttention
 from specrs.models.attention import HostAttention, ReadAttention, TorchAttention
-from specrs.models.cuda import CudaAttention, CudaDense
+from specrs.models.cuda import CudaDense
+from specrs.models.cuda_attention import CudaAttention, device_attention
 from specrs.models.dense import HostDense, TorchDense
 from specrs.models.ops import Dense, Ops
 from specrs.models.placement import HOST, Placement
@@ -19,14 +20,14 @@ def ops_for(backend: AttentionBackend | None = None, dense: Dense | None = None)
     return Ops(dense, ReadAttention(dense, PlanAttention(backend)))
 
 
-def cuda_ops(placement: Placement, tree: TreeShape) -> Ops:
-    """A GPU's operations with specrs's own attention, for an engine's tree.
+def cuda_ops(placement: Placement, tree: TreeShape, backend: AttentionBackend | None = None) -> Ops:
+    """A GPU's operations with a backend's attention (`None`: specrs's own), for an engine's tree.
 
     Raises ``CudaError`` where there are no kernels, driver, GPU or cublasLt, ``ConfigError`` for a tree that the
-    attention does not take.
+    attention does not take, ``MissingPackageError`` for a backend whose package is missing.
     """
-    dense = CudaDense(placement)
-    return Ops(dense, CudaAttention(dense, tree))
+    kernels, dense = device_attention(backend or NativeCuda()), CudaDense(placement)
+    return Ops(dense, CudaAttention(dense, tree, kernels))
 
 
 def torch_ops(placement: Placement = HOST) -> Ops:

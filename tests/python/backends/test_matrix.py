@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,15 +20,18 @@ from specrs.backends import (
     Capabilities,
     Combination,
     FlashInfer,
+    MissingPackageError,
     Native,
     NativeCuda,
     Triton,
+    TritonCuda,
     UnsupportedCombinationError,
     find,
     on_device,
     resolve,
 )
 from specrs.engine.config import EngineConfig
+from specrs.models.cuda_attention import device_attention
 
 DTYPES: dict[str, Any] = {"cpu": "float32", "cuda": "float16"}  # a type that the device has
 # Written out, apart from what the classes declare: (layout, mode) of trees with K > 1 and P > 1.
@@ -64,7 +69,7 @@ def domain(device: str) -> Iterator[Combination]:
 
 def exists(name: str, asked: Combination) -> bool:
     """The table in words."""
-    if asked.device == "cuda" and name != "native":
+    if asked.device == "cuda" and name not in ("native", "triton"):
         return False
     if asked.recurrent_state and asked.topk is not None:
         return False
@@ -108,12 +113,12 @@ def test_every_cell_is_answered_or_refused_with_what_would_work(name: str, devic
         assert found.speculate is not asked.recurrent_state
         if device == "cuda":
             assert not found.needs_cpu_seq_lens and "float16" in found.capabilities.kv_dtypes
-    assert refused > 0 and (accepted > 0) is (device == "cpu" or name == "native")
+    assert refused > 0 and (accepted > 0) is (device == "cpu" or name in ("native", "triton"))
 
 
 def test_the_rows_are_those_backends_on_those_devices() -> None:
     assert [(row.backend, row.device) for row in MATRIX] == [
-        *((cls, "cpu") for cls in BACKENDS.values()), (NativeCuda, "cuda"),
+        *((cls, "cpu") for cls in BACKENDS.values()), (NativeCuda, "cuda"), (TritonCuda, "cuda"),
     ]  # fmt: skip
     for row in MATRIX:
         assert set(row.graphs) <= set(GRAPH_LEVELS) and len(set(row.graphs)) == len(row.graphs) > 0
@@ -125,6 +130,7 @@ def test_specrs_own_backend_stands_for_itself_on_either_device() -> None:
     mine, cuda = Mine(), NativeCuda()
     assert on_device(mine, "cpu") is mine and on_device(mine, "cuda") is None
     assert on_device(cuda, "cuda") is cuda
+    assert isinstance(on_device(Triton(), "cuda"), TritonCuda) and isinstance(on_device(TritonCuda(), "cpu"), Triton)
 
 
 @pytest.mark.parametrize("mine", [Mine(), Silent()], ids=["declared", "silent"])
@@ -175,8 +181,8 @@ def test_one_backend_that_needs_the_lengths_takes_the_gpu_only_rounds_away(
          ["recurrent_state=True", "graphs='loop'", "recurrent state", "work: graphs='round'; or graphs='off'"]),
         ("native", Combination(device="cuda", kv_dtype="bfloat16", graphs="loop", gpu_only=False),
          ["no length while a loop runs", "graphs='round'", "gpu_only=None"]),
-        ("triton", Combination(device="cuda", kv_dtype="bfloat16", topk=8, page_size=16),
-         ["triton runs on the CPU", "work: device='cpu'; or attention_backend='native'"]),
+        ("flash_attention", Combination(device="cuda", kv_dtype="bfloat16", topk=8, page_size=16),
+         ["flash_attention runs on the CPU", "work: device='cpu'; or attention_backend='native' or 'triton'"]),
         ("flashinfer", Combination(topk=2, gpu_only=True), ["the host makes the plans", "gpu_only=None"]),
     ],
 )  # fmt: skip
@@ -246,3 +252,18 @@ def test_what_is_declared_is_what_the_table_stands_on() -> None:
     for row in MATRIX:
         assert "needs_cpu_seq_lens" in vars(row.backend), row.backend
         assert find(row.backend()).name == Capabilities.of(row.backend()).name
+
+
+@pytest.mark.parametrize(("installed", "words"), [(None, "it is not installed"), ("3.5.1", "3.5.1 is installed")])
+def test_a_package_that_is_missing_or_too_old_is_named(
+    installed: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = None if installed is None else types.SimpleNamespace(__version__=installed)
+    monkeypatch.setitem(sys.modules, "triton", module)  # None: importing it fails
+    with pytest.raises(
+        MissingPackageError, match=f"'triton': needs the package triton 3.6 or newer.*{words}"
+    ) as caught:
+        device_attention(TritonCuda())
+    error = caught.value
+    assert (error.backend, error.package, error.oldest, error.found) == ("triton", "triton", "3.6", installed)
+    device_attention(NativeCuda())

@@ -20,7 +20,7 @@ from specrs.engine.drafting.gathering import Gathering
 from specrs.engine.drafting.levels import costs_of_rounds, drafted_levels, most_nodes, round_seconds
 from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
 from specrs.engine.drafting.sources import Sources
-from specrs.models.acceptance import HEATS, UNKNOWN
+from specrs.models.acceptance import UNKNOWN
 
 SHAPE = TreeShape(4, 6, 32)
 PLAIN_SECONDS, STEP, EXTEND = 1.0, 0.1, 0.2
@@ -37,7 +37,7 @@ class Launched(Drafting):
 
     def __init__(self, costs: Costs) -> None:
         super().__init__(SHAPE, 1, True, Gathering(Sources((), 8), 32, 6, [2]), True)
-        self.price(TreePolicy(costs, [Kind.of(UNKNOWN, SHAPE.steps) for _ in HEATS]))
+        self.price(TreePolicy(costs, [Kind.of(one, SHAPE.steps) for one in UNKNOWN]))
 
     def ended(
         self, plan: RoundPlan, passed: Sequence[Any], seconds: float | None, trees: TreeBatch | None = None
@@ -49,7 +49,7 @@ class Launched(Drafting):
             p.request.drafting_rounds += plan.drafts
         self._observe_costs(outcome)
         if any(outcome.head):
-            self._observe_head(outcome, self._shares(outcome))
+            self._observe_head(outcome, self._accepted(outcome))
         self._book(outcome, [1] * len(passed) if trees is None else trees.sizes)
         self._batch = len(passed)
 

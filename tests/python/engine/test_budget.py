@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from specrs import ConfigError, DeviceMemoryError
-from specrs.backends import NativeCuda
+from specrs import _specrs as core
+from specrs.backends import NativeCuda, TritonCuda
 from specrs.engine.config import EngineConfig
+from specrs.engine.devices.memory import format_arrays
 from specrs.engine.devices.memory_plan import Engine, Head, attention_bytes, planned
 from specrs.models import HOST, Eagle3Config, ModelConfig, Placement
 from specrs.models.cuda import _Memory
@@ -219,3 +221,25 @@ def test_reserved_scratch_memory_never_moves() -> None:
         memory("q", torch.float32, 3, 4)
     memory("other", torch.float32, 3, 4)
     memory("other", torch.float32, 300, 4)
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_a_formats_arrays_are_stated(head: bool) -> None:
+    """They are those of the largest pass: K lists of a request in a draft step, masks of V rows to verify."""
+    batch, context, k, v = 4, 2048, 8, 64
+    plan, pages = engine(head=head, max_batch=batch, max_context_len=context)
+    native = dict(planned(plan, pages, 140 * GIB)[1].lines)
+    assert not [line for line in native if "format" in line]
+    config = replace(plan.config, attention_backend=TritonCuda())
+    found = format_arrays(config, plan.geometry, head)
+    sizes = {name: size for name, _, [size] in found}
+    assert sizes["kv_indptr"] == (batch * k + 1 if head else batch + 1)
+    lists = batch * context * (k if head else 1)
+    assert lists <= sizes["kv_indices"] < 1.01 * lists + 1000
+    assert ("custom_mask" in sizes) is (head or bool(config.sources))
+    if "custom_mask" in sizes:
+        assert batch * v * context <= sizes["custom_mask"] <= batch * v * (context + v)
+    lines = dict(planned(replace(plan, config=config), pages, 140 * GIB)[1].lines)
+    uploaded = 8 * batch * context
+    assert lines.pop("arrays of the format 'triton'") == core._DeviceArena.count(found) + uploaded
+    assert lines == native

@@ -111,18 +111,12 @@ def test_drafting_stops_where_a_step_costs_more_than_it_brings() -> None:
     assert not cheap.deepen(4, 1, [])
 
 
-def test_chances_are_learned_by_kind() -> None:
+def test_gains_are_learned_by_kind() -> None:
     """Greedy requests and those that sample, in turns: neither's drafts say anything of the other's."""
     p = policy()
-    scores = [math.log(q) for q in (0.8, 0.5, 0.3)]
-    for temper in ((0.5, 1.2), (1.2, 0.5)):
-        for i in range(2000):
-            for sampled, true in zip((False, True), temper, strict=True):
-                # Accepted counts are whole numbers whose mean is what this temper predicts.
-                mean = sum(math.exp(true * s) for s in scores)
-                accepted = math.floor(mean * (i + 1)) - math.floor(mean * i)
-                p.kinds[2 * sampled].learn(scores, accepted, 1.5 + sampled)
-        assert [p.kinds[i].temper for i in (0, 2)] == pytest.approx(temper, abs=0.1)
+    for _ in range(200):
+        for sampled in (False, True):
+            p.kinds[2 * sampled].learn(1.5 + sampled)
     assert [p.kinds[0].gain, p.kinds[2].gain] == pytest.approx((1.5, 2.5), abs=0.01)
 
 

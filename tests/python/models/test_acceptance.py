@@ -18,12 +18,12 @@ def write(directory: Path, said: Any) -> Path:
 
 
 def test_a_head_without_a_file_is_hoped_for(tmp_path: Path) -> None:
-    assert read_acceptance(tmp_path) == (UNKNOWN,) * 3
+    assert read_acceptance(tmp_path) == UNKNOWN
 
 
 def test_what_is_said_of_some_heats_is_read(tmp_path: Path) -> None:
     found = read_acceptance(write(tmp_path, {"hot": {"temper": 1, "levels": [1, 0.5]}}))
-    assert found == (UNKNOWN, UNKNOWN, Acceptance(1.0, (1.0, 0.5)))
+    assert found == (*UNKNOWN[:2], Acceptance(1.0, (1.0, 0.5)))
     assert [found[2].level(i) for i in range(4)] == [1.0, 0.5, 0.5, 0.5]
 
 
@@ -53,7 +53,7 @@ def test_what_cannot_be_meant_is_refused_by_its_key(tmp_path: Path, said: Any, w
 
 def test_an_engine_begins_with_what_its_head_says() -> None:
     said = read_acceptance(assets.draft_dir())
-    assert all(one != UNKNOWN for one in said)
+    assert not set(said) & set(UNKNOWN)
     with LLM(max_batch=1) as llm:
         policy = llm._runner.drafting.policy
         assert [kind.temper for kind in policy.kinds] == [one.temper for one in said]

@@ -245,7 +245,7 @@ def test_half_weights_are_kept_and_give_the_bits_of_the_same_in_f32(
         found.append([logits, aux, *drafted])
         products = [*model.products(), *head.products()]
         bytes_.append(sum(linear.nbytes for _, linear in products))  # type: ignore[attr-defined]
-        names = {entry["dtype"] for entry in numerics(dense, products)["weights"].values()}
+        names = {entry["dtype"] for entry in numerics(ops_for(dense=dense), products)["weights"].values()}
         assert names == {str(dense.placement.weights or dtype).removeprefix("torch.")}
     assert all(torch.equal(got, want) for got, want in zip(*found, strict=True))
     assert 2 * bytes_[0] == bytes_[1]

@@ -24,12 +24,22 @@ from torch.utils.dlpack import from_dlpack
 from specrs import _specrs as core
 from specrs.engine.config import EngineConfig
 from specrs.engine.devices.entering import Entering
+from specrs.engine.devices.format_arrays import FormatArrays
 from specrs.engine.devices.given import Seat
 from specrs.engine.devices.graphs import Bucket
 from specrs.engine.devices.host import Entries, HostDrafted, HostDrafts, HostExecutor, Root
 from specrs.engine.devices.launched import AskedRound, DeviceRoot, LaunchedRound
 from specrs.engine.devices.launches import Variant
-from specrs.engine.devices.memory import Activations, Models, Roots, buckets, entering, longest_path, prompt_sizes
+from specrs.engine.devices.memory import (
+    Activations,
+    Models,
+    Roots,
+    buckets,
+    entering,
+    format_arrays,
+    longest_path,
+    prompt_sizes,
+)
 from specrs.engine.devices.memory_plan import attention_bytes, attention_of
 from specrs.engine.devices.prompt_pass import prompt_passes
 from specrs.engine.drafting.chooser import TAIL, Kind, TreePolicy
@@ -47,7 +57,7 @@ from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
 from specrs.engine.rounds.executor import Deepen, Pass, Verified
 from specrs.engine.rounds.pages import Pages
-from specrs.models.acceptance import HEATS, UNKNOWN
+from specrs.models.acceptance import UNKNOWN
 from specrs.models.config import LayerConfig
 from specrs.models.cuda import CudaDense, CudaLinear, DevicePlan
 from specrs.models.eagle3 import Eagle3Head
@@ -98,12 +108,14 @@ class CudaExecutor(HostExecutor):
             layers: list[LayerConfig] = [target.config] if head is None else [target.config, head.config]
             products = [*target.products(), *(() if head is None else head.products())]
             wide = 0 if head is None else head.config.aux_size
-            attention = attention_bytes(config, geometry, layers, trees, attention_of(cuda.index))
+            attention = attention_bytes(config, geometry, layers, trees, attention_of(target.ops, cuda.index))
             dense.reserve(rows, layers, (cast(CudaLinear, product) for _, product in products), wide, attention)
+            lists = format_arrays(config, geometry, head is not None)
             self._models = Models(
                 dense, target, self.cache, head, None if drafts is None else drafts.cache, self._roots, to_target,
                 geometry, config, pool.num_pages, from_dlpack(self._table.tensor(dense.stream)), self._stream,
                 None if head is None else Activations(target, head, config, geometry),
+                FormatArrays(config, geometry, lists, cuda.index, dense.stream),
             )  # fmt: skip
             self._prompts = prompt_passes(self._models, prompt_sizes(config))
             if isinstance(drafts, CudaDrafts):
@@ -136,8 +148,14 @@ class CudaExecutor(HostExecutor):
 
     def _expecting(self, costs: Costs, shape: core.TreeShape) -> TreePolicy:
         head = None if self.drafts is None else self.drafts.head
-        expected = (UNKNOWN,) * len(HEATS) if head is None else head.acceptance
-        return TreePolicy(costs, [Kind.of(one, shape.steps) for one in expected], tail=TAIL)
+        expected = UNKNOWN if head is None else head.acceptance
+        return TreePolicy(costs, [Kind.of(one, shape.steps) for one in expected], tail=self._tail)
+
+    @property
+    def _tail(self) -> int | None:
+        """Return how many positions the head reads at most before it drafts; ``None``: all, as formats with lists do,
+        whose lists begin at a request's first position."""
+        return TAIL if self.planner.format == "native" else None
 
     def _policy_of_trees(self, shape: core.TreeShape, pages: Pages) -> TreePolicy:
         """Return a policy for an engine without a head. The host makes its drafts, so only verification costs time."""

@@ -78,16 +78,17 @@ class Entering:
 
     def _kept(self) -> list[object]:
         m = self._m
-        return [m.cache, m.draft_cache, m.target, m.head, m.roots, self._inputs.there, self._features]
+        return [m.cache, m.draft_cache, m.target, m.head, m.roots, self._inputs, self._features, *m.format.kept()]
 
     def _passes(self, recalls: bool) -> Callable[[int], None]:
         """Return a function that launches the passes. It does not refer to this object, because a graph keeps it."""
-        m, a, features = self._m, self._inputs.there, self._features
-        plan, of_target = self._of_head, self._of_target
+        m, inputs, features = self._m, self._inputs, self._features
+        plan, of_target, a = self._of_head, self._of_target, inputs.there
 
         def run(_: int) -> None:
             assert m.head is not None and m.draft_cache is not None and m.roots is not None
             m.dense.forget()
+            inputs.write_arrays(m.dense.stream)
             if recalls:
                 memory = FeatureRows(m.target.aux_layers, features)
                 m.target.forward(a["tokens"], of_target, m.cache, memory, a["tokens"][:0])

@@ -184,6 +184,7 @@ class Bucket:
         with suppress(core.NonFiniteError):  # the results name the requests, in `faults` and `sound`
             dense.faults.check()
         self.memory.check_guards(dense.stream)
+        self.models.format.check_guards(dense.stream)
         return self.memory.results[ring.slot(number)]
 
     def followed_by(self, number: int) -> int | None:

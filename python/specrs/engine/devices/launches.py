@@ -11,12 +11,13 @@ loop. All three give the same bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from specrs import _specrs as core
 from specrs._specrs import Plan
+from specrs.backends.base import Phase
 from specrs.engine.devices.given import Given
 from specrs.engine.devices.memory import BucketMemory, Models
 from specrs.engine.drafting.levels import most_nodes
@@ -72,7 +73,8 @@ class Launches:
         # If each row of logits gets a processor of its own, verification looks at all rows at once.
         self._processors = torch.cuda.get_device_properties(cuda).multi_processor_count
         self._plan_arrays: dict[tuple[str, int], PlanArrays] = {}
-        self._plans = {name: self._plan(name, 0) for name in ("draft", "decode")}
+        phases: tuple[Phase, ...] = ("draft", "decode")
+        self._plans = {name: self._plan(name, 0) for name in phases}
         self._extends = {trees: self._plan("extend", most) for trees, most in memory.paths.items()}
         levels = range(1, self._shape.steps + 1)
         self._verifies = {n: self._plan("verify", most_nodes(self._shape, n)) for n in levels}
@@ -101,7 +103,7 @@ class Launches:
         """
         m, memory = self._m, self._memory
         return [memory.arena, memory.ring, m.table, m.cache, m.draft_cache, m.target, m.head, m.roots, m.activations,
-                m.to_target, *self._scratch.values(), *self._given.edits.values()]  # fmt: skip
+                m.to_target, *m.format.kept(), *self._scratch.values(), *self._given.edits.values()]  # fmt: skip
 
     # -- operands that stay where they are ------------------------------------------------------------------------
 
@@ -169,7 +171,7 @@ class Launches:
                 scores=host["tree_scores"].view(torch.float32),
             )  # fmt: skip
 
-    def _plan(self, name: str, nodes: int) -> DevicePlan:
+    def _plan(self, name: Phase, nodes: int) -> DevicePlan:
         """Return the plan of a phase. Plans of the phases verify and extend are for ``nodes`` nodes a request."""
         a = self._arrays(name, nodes)
         mask = a.mask if a.mask.numel() else None
@@ -179,7 +181,7 @@ class Launches:
         first_pages = self._memory.given["first_pages"] if name in ("draft", "extend") else None
         return DevicePlan(
             name, a.positions, a.out_slots, a.prefix_lens, a.qo_indptr, table, mask, a.rows, most, page_size,
-            first_pages,
+            first_pages, self._m.format.arrays,
         )  # fmt: skip
 
     def _arrays(self, name: str, nodes: int) -> PlanArrays:
@@ -285,7 +287,7 @@ class Launches:
 
     def _plan_step(
         self,
-        name: Any,
+        name: Phase,
         number: int | None = None,
         *,
         offsets: torch.Tensor | None = None,
@@ -294,11 +296,10 @@ class Launches:
         nodes: int = 0,
     ) -> None:
         given, m = self._memory.given, self._m
-        core._device_plan(
-            geometry=m.geometry, phase=name, draft_step=number, table=m.table, num_pages=m.num_pages,
-            rows=given["rows"], versions=self._memory.arrays["versions"], lens=given["lens"], live=given["live"],
-            offsets=offsets, parents=parents, ancestors=ancestors, plan=self._arrays(name, nodes), format="native",
-            masks="both", arrays={}, stream=m.dense.stream,
+        m.format.plan(
+            m.dense.stream, phase=name, draft_step=number, table=m.table, num_pages=m.num_pages, rows=given["rows"],
+            versions=self._memory.arrays["versions"], lens=given["lens"], live=given["live"], offsets=offsets,
+            parents=parents, ancestors=ancestors, plan=self._arrays(name, nodes),
         )  # fmt: skip
 
     def _accept(self, variant: Variant, logits: torch.Tensor) -> None:

@@ -9,7 +9,6 @@ there. `Models` has everything that all buckets share: both models, their KV, `R
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, cast
@@ -20,6 +19,7 @@ from torch.utils.dlpack import from_dlpack
 from specrs import _specrs as core
 from specrs._specrs import Geometry
 from specrs.engine.config import EngineConfig
+from specrs.engine.devices.format_arrays import FormatArrays, Regions, format_regions, poisons
 from specrs.engine.drafting.chooser import TAIL
 from specrs.models.cuda import CudaDense
 from specrs.models.eagle3 import Eagle3Head
@@ -96,6 +96,7 @@ class Models:
         table: the pool's page table, on the device.
         stream: the stream of all work.
         activations: arrays that pass values between the models; ``None`` without a head.
+        format: the arrays of the attention backend's format.
     """
 
     dense: CudaDense
@@ -111,6 +112,7 @@ class Models:
     table: torch.Tensor
     stream: torch.cuda.Stream
     activations: Activations | None
+    format: FormatArrays
 
 
 class Fields:
@@ -190,7 +192,7 @@ class BucketMemory:
         if g.page_size > 1 and (g.shape.topk > 1 or config.sources):
             regions |= dict.fromkeys(("move src", "move dst"), ("int32", batch * path))
             regions["move offsets"] = ("int32", batch + 1)
-        self._poisoned = [name for name in regions if name not in _LASTING] if _poisons() else None
+        self._poisoned = [name for name in regions if name not in _LASTING] if poisons() else None
         self.arena = core._DeviceArena(
             cuda.index,
             [(name, cast(Any, dtype), [size]) for name, (dtype, size) in regions.items()],
@@ -275,10 +277,6 @@ def _drafts(batch: int, shape: core.TreeShape, vocab: int, ordinal: int, unites:
     return regions
 
 
-def _poisons() -> bool:
-    return os.environ.get("SPECRS_POISON", "0") not in ("", "0")
-
-
 def longest_path(config: EngineConfig, geometry: Geometry, trees: bool) -> int:
     """Return the most nodes of an accepted path.
 
@@ -306,6 +304,18 @@ def prompt_sizes(config: EngineConfig) -> list[tuple[int, int]]:
         return []
     rows = [n for n in _PROMPT_ROWS if n <= config.prefill_chunk]
     return [(batch, n) for n in rows for batch in sorted({1, entering(config)[0]})]
+
+
+def format_arrays(config: EngineConfig, geometry: Geometry, head: bool) -> Regions:
+    """Return the arrays of the attention backend's format that passes of an engine want (`FormatArrays`).
+
+    Args:
+        head: True if the engine has a draft head.
+    """
+    each = max(geometry.shape.draft_tokens, longest_path(config, geometry, trees=True))
+    captured = [rows for _, rows in prompt_sizes(config)]
+    queries = max(geometry.max_batch * each, math.prod(entering(config)), *captured)
+    return format_regions(config, geometry, head, queries)
 
 
 def buckets(most: int) -> list[int]:

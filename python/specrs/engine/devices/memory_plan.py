@@ -15,11 +15,13 @@ import torch
 from specrs import _specrs as core
 from specrs._specrs import ConfigError, DeviceMemoryError, Geometry
 from specrs.engine.config import EngineConfig
-from specrs.engine.devices.memory import buckets, entering, prompt_sizes
+from specrs.engine.devices.memory import buckets, entering, format_arrays, prompt_sizes
 from specrs.engine.drafting.levels import can_unite, drafted_levels, levels_for, tiers
 from specrs.models.config import HeadConfig, LayerConfig, ModelConfig
+from specrs.models.cuda_attention import CudaAttention
 from specrs.models.layer import LayerTail, WholeNormQkv
 from specrs.models.llama import ROPE_SLACK, LlamaModel
+from specrs.models.ops import Ops
 from specrs.models.placement import Placement
 
 _SHARE = 0.9  # the pool's share of the memory that the other lines leave, if nobody gave its size
@@ -38,11 +40,13 @@ Attention = Callable[[int, int, int, int, int, int], int]
 Line = tuple[str, int]
 
 
-def attention_of(ordinal: int) -> Attention:
+def attention_of(ops: Ops, ordinal: int) -> Attention:
     """Return a function that gives the bytes of attention's workspace on a GPU."""
+    attention = ops.attention
+    assert isinstance(attention, CudaAttention)
 
     def workspace(requests: int, queries: int, kv_heads: int, group: int, head_dim: int, keys: int) -> int:
-        return core._device_attention_workspace(
+        return attention.kernels.workspace(
             ordinal, requests=requests, max_queries=queries, kv_heads=kv_heads, group=group, head_dim=head_dim,
             max_keys=keys,
         )  # fmt: skip
@@ -221,6 +225,9 @@ class Engine:
         )
         words = tables * g.row_pages + 16 * (c.prefill_chunk + b) + 4 * nodes * 28
         yield "page tables, plans, trees and scratch", words * 4 + _SCRATCH
+        if lists := format_arrays(c, g, head is not None):
+            uploaded = 8 * b * c.max_context_len  # lists of a pass that the host plans
+            yield f"arrays of the format {c.backend.format!r}", core._DeviceArena.count(lists) + uploaded
         yield "the page that padding writes to", self.page_bytes
         yield "rounding of torch's allocator", tensors * _ROUNDING
 

@@ -106,10 +106,10 @@ class Wanted:
             warnings.warn(f"runs on the CPU, not the GPU: {whole}", RuntimeWarning, stacklevel=3)
         return site
 
-    def _check_cap(self, backend: backends.AttentionBackend | None) -> None:
+    def _check_cap(self, backend: backends.AttentionBackend) -> None:
         """Raise ConfigError if the model caps scores and the backend cannot. Otherwise the first pass would fail."""
         cap = self.sizes.block.score_cap
-        if cap is not None and not isinstance(backend, backends.Native):
+        if cap is not None and not isinstance(backend, (backends.Native, backends.NativeCuda)):
             name = backends.Capabilities.of(backend).name
             raise ConfigError(
                 f"attention_backend = {name!r}: caps no scores, and the model has attn_logit_softcapping = {cap:g}, "
@@ -119,8 +119,8 @@ class Wanted:
     @property
     def _for_the_host(self) -> bool:
         """True if the options name something that only the CPU has."""
-        native = isinstance(self.config.backend, (backends.Native, backends.NativeCuda))
-        return "float32" in (self.config.kv_dtype, self.config.dtype) or not native
+        on_a_gpu = backends.on_device(self.config.backend, "cuda") is not None
+        return "float32" in (self.config.kv_dtype, self.config.dtype) or not on_a_gpu
 
     def _on(self, asked: str, why: str) -> Site:
         context = self.config.max_context_len or self.sizes.max_context_len
@@ -137,14 +137,14 @@ class Wanted:
                 f"tree = {config.shape}: {topk} branches for a draft vocabulary of {most} tokens; at most {most} "
                 "branches work"
             )
+        self._check_cap(config.backend)
         if place.is_host:
             assert config.num_pages is not None and config.kv_dtype is not None
             pages = config.num_pages + 1  # page 0 is the sink
             check_memory(self.sizes, self.sizes.num_layers, pages, config.page_size, config.kv_dtype)
-            self._check_cap(config.backend)
             return Site(ops_for(config.backend), config, geometry, head is not None, f"cpu ({why})", None)
-        ops, ordinal = cuda_ops(place, geometry.shape), place.device.index
-        engine = Engine(self.sizes, head, config, geometry, place, attention_of(ordinal))
+        ops, ordinal = cuda_ops(place, geometry.shape, config.backend), place.device.index
+        engine = Engine(self.sizes, head, config, geometry, place, attention_of(ops, ordinal))
         config, budget = planned(engine, self.config.num_pages, free_bytes(place.device))
         name = f"cuda:{ordinal} ({torch.cuda.get_device_name(ordinal)})"
         _LOG.info("%s, memory in bytes:\n%s", name, budget)

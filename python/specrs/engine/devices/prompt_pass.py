@@ -19,6 +19,7 @@ from specrs.engine.devices.graphs import Graphs
 from specrs.engine.devices.memory import Fields, Models
 from specrs.models.cuda import DevicePlan
 from specrs.models.features import FeatureRows
+from specrs.operands import PlanArrays
 
 
 class PassInputs:
@@ -41,13 +42,28 @@ class PassInputs:
             tokens=rows, positions=rows, slots=rows, lens=batch, starts=batch + 1, last=batch, table=batch * columns,
             **more,
         )  # fmt: skip
-        self._batch, self._page_size = batch, models.geometry.page_size
+        self._batch, self._format, self._page_size = batch, models.format, models.geometry.page_size
+        self._num_pages = models.num_pages
         self._pinned = torch.zeros(layout.words, dtype=torch.int32, pin_memory=True)
         self._device = torch.zeros(layout.words, dtype=torch.int32, device=cuda)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.host = {name: array.numpy() for name, array in layout.of(self._pinned).items()}
         self.there = layout.of(self._device)
         self._table = self.host["table"].reshape(batch, columns)
+        queries = min(rows, batch * models.geometry.max_context_len)
+        self._rows = torch.arange(batch, dtype=torch.int32, device=cuda)
+        self._versions = torch.zeros(batch, dtype=torch.int64, device=cuda)
+        sizes = {
+            "rows": batch,
+            "qo_indptr": batch + 1,
+            "prefix_lens": batch,
+            "positions": queries,
+            "out_slots": queries,
+        }
+        self._planned = PlanArrays(
+            **{name: torch.zeros(n, dtype=torch.int32, device=cuda) for name, n in sizes.items()},
+            versions=torch.zeros_like(self._versions), mask=self._versions[:0],
+        )  # fmt: skip
 
     def plan(self, slots: str, most: int, first_pages: bool = False) -> core.Plan:
         """Return the plan of a pass over these inputs.
@@ -60,9 +76,23 @@ class PassInputs:
         a = self.there
         found = DevicePlan(
             "extend", a["positions"], a[slots], a["lens"], a["starts"], a["table"].view(self._batch, -1), None, None,
-            most, self._page_size, a["first_pages"] if first_pages else None,
+            most, self._page_size, a["first_pages"] if first_pages else None, self._format.arrays,
         )  # fmt: skip
         return cast(core.Plan, found)
+
+    def write_arrays(self, stream: core._DeviceStream) -> None:
+        """Launch the device planner over these inputs, for the arrays of the attention backend's format, if it has any.
+
+        What it plans beside them is what the inputs say already.
+        """
+        if not self._format.arrays:
+            return
+        a = self.there
+        self._format.plan(
+            stream, phase="extend", draft_step=None, table=a["table"].view(self._batch, -1), num_pages=self._num_pages,
+            rows=self._rows, versions=self._versions, lens=a["lens"], live=None, offsets=a["starts"],
+            plan=self._planned,
+        )  # fmt: skip
 
     def set(self, plan: core.Plan, **values: tuple[ArrayLike, int]) -> None:
         """Set the inputs of the next pass, and copy them to the device in stream order.
@@ -131,14 +161,16 @@ class PromptPass:
 
     def _kept(self) -> list[object]:
         m = self._m
-        return [m.cache, m.target, self._features, self._inputs.there]
+        return [m.cache, m.target, self._features, self._inputs, *m.format.kept()]
 
     def _passes(self) -> Callable[[int], torch.Tensor]:
         """Return a function that launches the pass. It does not refer to this object, because a graph keeps it."""
-        m, a, features, plan = self._m, self._inputs.there, self._features, self._plan
+        m, inputs, features, plan = self._m, self._inputs, self._features, self._plan
+        a = inputs.there
 
         def run(_: int) -> torch.Tensor:
             m.dense.forget()
+            inputs.write_arrays(m.dense.stream)
             return m.target.forward(a["tokens"], plan, m.cache, features, a["last"])[0]
 
         return run

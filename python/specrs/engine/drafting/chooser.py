@@ -55,33 +55,14 @@ class Kind:
         """Return the probability that a node of this cumulative log-probability is accepted."""
         return math.exp(self.temper * score)
 
-    def learn(self, scores: Sequence[float], accepted: int, gain: float) -> None:
-        """Calibrate by a verified tree: its nodes' scores, how many were accepted, and the round's gain over plain
-        ones."""
+    def learn(self, gain: float) -> None:
+        """Learn from the gain of a round with drafts over plain rounds."""
         self.gain += _LEARN * (min(gain, 8.0) - self.gain)
-        chances = [self.chance(s) for s in scores]
-        slope = -sum(s * c for s, c in zip(scores, chances, strict=True))
-        # This is a small step of Newton's method towards the temper whose chances sum to the accepted number.
-        step = (sum(chances) - accepted) / max(slope, 0.5)
-        self.temper = min(max(self.temper + 0.02 * min(max(step, -1.0), 1.0), 0.2), 2.0)
 
     def reached(self, accepted: int, levels: int) -> None:
         """Learn from a path of ``accepted`` drafts in a tree of ``levels`` levels."""
         for level in range(min(levels, accepted + 1)):
             self.levels[level] += _LEARN * ((accepted > level) - self.levels[level])
-
-
-@dataclass(frozen=True)
-class Share:
-    """The head's part in a request's tree.
-
-    Attributes:
-        scores: cumulative log-probabilities that the head gave its nodes.
-        accepted: number of accepted drafts of the head.
-    """
-
-    scores: list[float]
-    accepted: int
 
 
 def by_temperature(temperature: float) -> int:

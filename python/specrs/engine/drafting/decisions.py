@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from specrs._specrs import DraftBeams, TreeShape
 from specrs.engine.drafting.budget import WAIT, Account
-from specrs.engine.drafting.chooser import Share, TreePolicy
+from specrs.engine.drafting.chooser import TreePolicy
 from specrs.engine.drafting.costs import HOSTED, PLAIN, SPECULATIVE
 from specrs.engine.drafting.gathering import Gathering, HostTrees
 from specrs.engine.drafting.levels import best_levels, can_unite, most_nodes, round_seconds, tiers, united_levels
 from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
-from specrs.engine.drafting.trees import draft_scores, head_shares
+from specrs.engine.drafting.trees import head_accepted
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
 
@@ -304,22 +304,23 @@ class Drafting:
             self._observe_costs(outcome)
         if not any(p.request.error is not None for p in passed):  # a walk cut short says nothing of drafts
             if any(outcome.head) and (not free or (plan.trees is not None and not plan.united)):
-                self._observe_head(outcome, self._shares(outcome))
+                self._observe_head(outcome, self._accepted(outcome))
             if not free:
                 self._book(outcome, sizes)
         self._batch = len(passed)
         # This comes last, because a user's code may be interrupted.
         self.gathering.watch([p.request for p in passed], outcome.verified)
 
-    def _shares(self, outcome: RoundOutcome) -> list[Share]:
-        """Return the head's part in each tree."""
-        plan, passed, verified = outcome.plan, outcome.passed, outcome.verified
+    def _accepted(self, outcome: RoundOutcome) -> list[int]:
+        """Return the number of accepted drafts of the head for each request, and calibrate its claims if the host
+        merged them with others."""
+        plan, passed = outcome.plan, outcome.passed
         if plan.united:
-            return head_shares(verified, passed)
+            return head_accepted(outcome.verified, passed)
         if plan.trees is not None:
-            return [self.gathering.share(plan.trees.head[row], p) for row, p in zip(outcome.rows, passed, strict=True)]
-        each = zip(draft_scores(verified.trees), passed, strict=True)
-        return [Share(scores, len(p.tokens) - 1) for scores, p in each]
+            heads = [plan.trees.head[row] for row in outcome.rows]
+            return [self.gathering.grade_head(head, p) for head, p in zip(heads, passed, strict=True)]
+        return [len(p.tokens) - 1 for p in passed]
 
     def _observe_costs(self, outcome: RoundOutcome) -> None:
         """Learn the time of such rounds."""
@@ -351,17 +352,17 @@ class Drafting:
         costs, size = self.policy.costs, len(outcome.passed)
         return costs.drafting(size, size * self._shape.topk, outcome.plan.levels) + costs.target.at(self._rows(outcome))
 
-    def _observe_head(self, outcome: RoundOutcome, shares: Sequence[Share]) -> None:
-        """Learn from the accepted drafts of the head, and calibrate."""
+    def _observe_head(self, outcome: RoundOutcome, accepted: Sequence[int]) -> None:
+        """Learn from the number of accepted drafts of the head for each request."""
         plan, passed = outcome.plan, outcome.passed
         gain = sum(len(p.tokens) for p in passed) / len(passed)
         gain *= self.policy.costs.plain(len(passed)) / self._passes(outcome)
-        for p, share, drafts in zip(passed, shares, outcome.head, strict=True):
+        for p, count, drafts in zip(passed, accepted, outcome.head, strict=True):
             if drafts:
                 kind = self.policy.kind(p.request.params.temperature)
-                kind.learn(share.scores, share.accepted, gain)
+                kind.learn(gain)
                 if self.launched and p.request.finish_reason is None:  # one that has ended had less room than others
-                    kind.reached(share.accepted, min(plan.levels, len(p.tokens)))
+                    kind.reached(count, min(plan.levels, len(p.tokens)))
 
     def _book(self, outcome: RoundOutcome, sizes: Sequence[int]) -> None:
         """Book what each request's tokens earn, and the plain rounds that drafts of any source have won or lost.

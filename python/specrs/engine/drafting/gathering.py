@@ -11,7 +11,6 @@ Nothing decided here can change a token.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from functools import cached_property
 
 from specrs._specrs import DraftCalibration, DraftProposal, MergedDrafts, NonFiniteError, TreeBatch, choose_drafts
 from specrs.engine.drafting.budget import WAIT, Account
-from specrs.engine.drafting.chooser import Share, TreePolicy
+from specrs.engine.drafting.chooser import TreePolicy
 from specrs.engine.drafting.costs import HOSTED
 from specrs.engine.drafting.sources import GRAMMAR, HEAD, DraftSession, Sources
 from specrs.engine.drafting.trees import Drafted, VerifiedTrees, head_proposals
@@ -274,15 +273,11 @@ class Gathering:
 
     # -- after it -----------------------------------------------------------------------------------------------
 
-    def share(self, head: DraftProposal | None, passed: Passed) -> Share:
-        """Grade the head's proposal for a request, and return its part in the request's tree."""
+    def grade_head(self, head: DraftProposal | None, passed: Passed) -> int:
+        """Compare the head's proposal for a request with the tokens that came, and return how many it had foretold."""
         if head is None:
-            return Share([], 0)
-        scores: list[float] = []
-        for parent, prob in zip(head.parents, head.probs, strict=True):
-            scores.append(math.log(prob) + (scores[parent] if parent >= 0 else 0.0))
-        hits = self.calibration.grade([*[None] * len(self.sources.all), head], passed.tokens)
-        return Share(scores, hits[-1])
+            return 0
+        return self.calibration.grade([*[None] * len(self.sources.all), head], passed.tokens)[-1]
 
     def watch(self, batch: Sequence[Request], verified: VerifiedTrees) -> None:
         """Tell the target's likeliest tokens in verified trees to the sources that learn from them and were asked for

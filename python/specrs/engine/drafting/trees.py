@@ -14,7 +14,6 @@ from typing import Protocol
 from torch.utils.dlpack import from_dlpack
 
 from specrs._specrs import Accepts, DraftProposal, MergedDrafts, NonFiniteError, TreeBatch
-from specrs.engine.drafting.chooser import Share
 from specrs.engine.drafting.sources import HEAD
 from specrs.engine.request.request import Passed
 from specrs.engine.request.traces import DraftTree
@@ -69,28 +68,12 @@ class VerifiedTrees(Protocol):
         """
 
 
-def draft_scores(trees: TreeBatch) -> list[list[float]]:
-    """Return the scores of each request's draft nodes."""
-    scores: list[float] = from_dlpack(trees.scores).tolist()
-    each, first = [], 0
-    for size in trees.sizes:
-        each.append(scores[first + 1 : first + size])  # without the root, whose score is 0
-        first += size
-    return each
-
-
-def head_shares(verified: VerifiedTrees, passed: Sequence[Passed]) -> list[Share]:
-    """Return the head's part in each request's tree, after a round with united trees."""
-    origins, found, first = verified.origins, [], 0
+def head_accepted(verified: VerifiedTrees, passed: Sequence[Passed]) -> list[int]:
+    """Return the number of accepted drafts of the head for each request, after a round with united trees."""
+    origins = verified.origins
     assert origins is not None
-    scores: list[float] = from_dlpack(verified.trees.scores).tolist()
-    for p, path, whose in zip(passed, verified.accepts.paths, origins, strict=True):
-        accepted = [whose[node] for node in path[1 : len(p.tokens)]]  # behind them the target drew itself
-        head = sum(origin & _HEADS != 0 for origin in accepted)
-        each = zip(scores[first : first + len(whose)], whose, strict=True)
-        found.append(Share([score for score, origin in each if origin & _HEADS], head))
-        first += len(whose)
-    return found
+    each = zip(passed, verified.accepts.paths, origins, strict=True)  # behind the drafts the target drew itself
+    return [sum(whose[node] & _HEADS != 0 for node in path[1 : len(p.tokens)]) for p, path, whose in each]
 
 
 def traced(

@@ -1,0 +1,91 @@
+"""The arrays of an attention backend's format, which the device planner writes for every pass that it plans.
+
+A pass reads them behind the launch that plans it, and all passes are on one stream. So there is one array of each name,
+in static memory, as large as the largest pass of any phase wants it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from specrs import _specrs as core
+from specrs._specrs import Geometry
+from specrs.backends.base import Phase
+from specrs.engine.config import EngineConfig
+
+_OF_QUERIES = "extend_slots"  # has an element for each query of a pass
+
+Regions = list[tuple[str, Any, list[int]]]
+
+
+def poisons() -> bool:
+    """Return whether memory is filled with poison before it is written, and guarded by gaps."""
+    return os.environ.get("SPECRS_POISON", "0") not in ("", "0")
+
+
+def format_regions(config: EngineConfig, geometry: Geometry, head: bool, queries: int) -> Regions:
+    """Return the name, type and shape of each array; none for ``"native"``.
+
+    Args:
+        head: True if the engine has a draft head.
+        queries: the most queries of a pass that the device plans.
+    """
+    phases: list[Phase] = ["extend", "decode"]
+    if head or config.sources:
+        phases.append("verify")
+    if head:
+        phases.append("draft")
+    pool = core.Pool(2, geometry.page_size, 1, geometry.row_pages)  # sizes do not depend on it
+    planner = core.Planner(geometry, pool, config.backend.format)
+    sizes: dict[str, tuple[str, int]] = {}
+    for phase in phases:
+        for name, array in planner.capacities(phase).items():
+            n = queries if name == _OF_QUERIES else math.prod(array["shape"])
+            kind = "uint8" if array["dtype"] == "bool" else array["dtype"]
+            sizes[name] = kind, max(n, sizes.get(name, (kind, 0))[1])
+    return [(name, kind, [n]) for name, (kind, n) in sizes.items()]
+
+
+class FormatArrays:
+    """The arrays of the format of an engine's attention backend, and the launches that write them.
+
+    Under ``SPECRS_POISON=1`` they are between gaps, and full of -1 before each pass.
+
+    Attributes:
+        arrays: the arrays by name; empty for ``"native"``.
+    """
+
+    def __init__(
+        self, config: EngineConfig, geometry: Geometry, regions: Regions, ordinal: int, stream: core._DeviceStream
+    ) -> None:
+        self._geometry, self._format = geometry, config.backend.format
+        self._poisons = poisons() and bool(regions)
+        self._arena = core._DeviceArena(ordinal, regions, self._poisons) if regions else None
+        self.arrays: dict[str, torch.Tensor] = {
+            name: from_dlpack(cast(core._DeviceArena, self._arena).tensor(name, stream)) for name, *_ in regions
+        }
+        for array in self.arrays.values():
+            array.zero_()
+
+    def kept(self) -> Iterable[object]:
+        """Return the objects whose memory a graph of passes uses."""
+        return [] if self._arena is None else [self._arena]
+
+    def plan(self, stream: core._DeviceStream, **operands: Any) -> None:
+        """Plan a pass by `core._device_plan`, of which ``operands`` are the other operands, and write its arrays."""
+        if self._poisons and self._arena is not None:
+            self._arena.poison(stream)
+        core._device_plan(
+            geometry=self._geometry, format=self._format, masks="both", arrays=self.arrays, stream=stream, **operands
+        )
+
+    def check_guards(self, stream: core._DeviceStream) -> None:
+        """Raise OutOfBoundsError if something was written between the arrays."""
+        if self._poisons and self._arena is not None:
+            self._arena.check_guards(stream)

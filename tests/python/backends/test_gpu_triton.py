@@ -1,0 +1,217 @@
+"""The Triton kernels on a GPU: each phase beside float64 and beside specrs's own kernels, and an engine over them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from driver_calls import driver_calls
+from modelzoo import Pair, agree, write_eagle3, write_target
+from specrs import LLM, ConfigError, SamplingParams, device
+from specrs.backends import MissingPackageError, Step, TritonCuda
+from specrs.backends.base import Phase
+from specrs.backends.triton import kernels
+from specrs.engine.rounds.observer import Watching
+from triton_world import PHASES, Heads, Layout, Pass, Requests
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA GPU in this machine", allow_module_level=True)
+if not device.cuda_available():
+    pytest.skip(f"no CUDA kernels: {device.cuda_unavailable_reason()}", allow_module_level=True)
+try:
+    kernels()
+except MissingPackageError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+CUDA = torch.device("cuda", 0)
+ULP = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of a result near 1
+VOCAB = 16
+NEAR = 0.05
+"""Most that two log-probabilities may differ where two backends, both of bfloat16, take one for the other."""
+
+pytestmark = pytest.mark.usefixtures("no_fault_is_left")
+
+
+def native(one: Pass) -> torch.Tensor:
+    """The output of specrs's own kernels over the same KV."""
+    launch, out = one.native(CUDA)
+    launch()
+    torch.cuda.synchronize()
+    device.check()
+    return out.float().cpu()
+
+
+def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    """Equal within the roundings of the weights, the values' sums and the result."""
+    torch.testing.assert_close(got, want, rtol=4 * ULP[dtype], atol=4 * ULP[dtype])
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    ("shape", "page", "layout"),
+    [((1, 1, 2), 1, "dense"), ((1, 4, 5), 64, "dense"), ((4, 3, 9), 1, "dense"), ((4, 3, 33), 16, "holey"),
+     ((8, 6, 64), 16, "dense"), ((8, 6, 64), 64, "holey")],
+)  # fmt: skip
+def test_every_phase_and_layout(phase: Phase, shape: tuple[int, int, int], page: int, layout: Layout) -> None:
+    for heads in (Heads(2, 4, 128, torch.bfloat16), Heads(1, 3, 64, torch.float16)):
+        for seed in (1, 2):
+            one = Pass(Requests(seed, shape, page, layout, context=700), phase, heads)
+            got = one.kernels(CUDA)
+            close(got, one.reference(), heads.dtype)
+            if layout == "dense":
+                want = native(one)
+                close(got[: len(want)], want, heads.dtype)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("heads", [Heads(1, 7, 96, torch.bfloat16), Heads(1, 2, 256, torch.float16)], ids=["96", "256"])
+def test_other_heads(phase: Phase, heads: Heads) -> None:
+    one = Pass(Requests(5, (4, 3, 17), 16, "dense", context=500), phase, heads)
+    got = one.kernels(CUDA)
+    close(got, one.reference(), heads.dtype)
+    want = native(one)
+    close(got[: len(want)], want, heads.dtype)
+
+
+def test_another_engine_calls_the_backend() -> None:
+    """`prepare` and `attend` over tensors of the device, within a graph of torch."""
+    for phase in PHASES:
+        one = Pass(Requests(3, (4, 3, 9), 4, "dense", context=300), phase, Heads(2, 2, 64, torch.bfloat16))
+        arrays = {name: array.to(CUDA) for name, array in one.arrays.items()}
+        step = Step(phase=phase, page_size=4, queries=one.queries, arrays=arrays)
+        q, keys, values = (t.to(CUDA) for t in (one.q, one.keys, one.values))
+        backend = TritonCuda()
+        backend.attend(backend.prepare(step), keys, values, q, one.scale)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = backend.attend(backend.prepare(step), keys, values, q, one.scale)
+        out.fill_(torch.nan)
+        graph.replay()
+        close(out.float().cpu(), one.reference(), torch.bfloat16)
+
+
+# -- an engine --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    root: Path = tmp_path_factory.mktemp("triton")
+    target = write_target(
+        root / "target", dtype=torch.bfloat16, head_dim=64, vocab_size=VOCAB, eos_token_id=None, bos_token_id=None,
+        max_position_embeddings=1024, num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    draft = write_eagle3(root / "draft", target, draft_vocab_size=VOCAB, dtype=torch.bfloat16, head_dim=64)
+    agree(target, draft)
+    return Pair(target, draft)
+
+
+def engine(pair: Pair, backend: str, **options: Any) -> LLM:
+    options = {"max_context_len": 320, "max_batch": 3, "device": "cuda", "num_pages": None, **options}
+    return LLM(pair.target, pair.draft, attention_backend=backend, **options)
+
+
+PROMPTS = [[random.Random(n).randrange(VOCAB) for _ in range(n)] for n in (1, 17, 63, 200, 260)]
+GREEDY = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def reference(pair: Pair) -> list[Any]:
+    """Plain decoding by specrs's own kernels, whose tokens do not depend on trees, pages or batches."""
+    params = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True, logprobs=3)
+    with LLM(pair.target, speculative=False, max_context_len=320, max_batch=1, device="cuda") as llm:
+        return [o.outputs[0] for o in llm.generate(PROMPTS, params)]
+
+
+def compare(reference: list[Any], got: list[list[int]]) -> list[tuple[int, int, float]]:
+    """Return the ties at which tokens part: request, position, and how much more probable the reference's token is."""
+    ties = []
+    for i, (want, tokens) in enumerate(zip(reference, got, strict=True)):
+        at = next((n for n, (a, b) in enumerate(zip(want.token_ids, tokens, strict=True)) if a != b), None)
+        if at is not None:
+            scores = want.logprobs[at]
+            assert tokens[at] in scores, (i, at, tokens[at], scores)
+            margin = scores[want.token_ids[at]].logprob - scores[tokens[at]].logprob
+            ties.append((i, at, margin))
+    return ties
+
+
+@pytest.mark.parametrize(
+    ("tree", "page", "options"),
+    [
+        (None, 16, {}),
+        ((1, 4, 5), 1, {}),
+        ((1, 4, 5), 64, {"graphs": "loop"}),
+        ((4, 3, 12), 1, {"graphs": "off"}),
+        ((4, 3, 12), 16, {"draft_layout": "holey", "draft_attention": "lane"}),
+        ((8, 6, 40), 16, {"draft_layout": "holey", "graphs": "loop"}),
+        ((8, 6, 40), 64, {}),
+    ],
+)
+def test_an_engines_tokens_are_natives_but_at_ties(
+    pair: Pair, reference: list[Any], tree: Any, page: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECRS_POISON", "1")
+    with engine(pair, "triton", tree=tree, page_size=page, **options) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY)
+        assert tree is None or all(o.mean_accepted > 1.2 for o in outputs), [o.mean_accepted for o in outputs]
+        ties = compare(reference, [o.outputs[0].token_ids for o in outputs])
+        again = llm.generate(PROMPTS, GREEDY)
+        ties += compare(reference, [o.outputs[0].token_ids for o in again])  # with the prefix cache
+        buckets: Any = llm._runner.executor._buckets
+        made = {variant for bucket in buckets.values() for variant in bucket.graphs.made}
+        assert bool(made) is (options.get("graphs") != "off")
+        assert any(variant.loop for variant in made) is (options.get("graphs") == "loop")
+        llm.audit()
+    print(f"ties of {tree}, P = {page}, {options}: {ties}")
+    assert all(margin < NEAR for *_, margin in ties), ties
+
+
+def test_the_hosts_drafts_and_sampling(pair: Pair) -> None:
+    """Rounds whose drafts the host makes step by step, as it does where somebody looks on, and sampled rounds."""
+    drawn = SamplingParams(max_tokens=30, temperature=0.9, seed=3, ignore_eos=True)
+    with engine(pair, "triton", tree=(4, 3, 12), page_size=16) as llm:
+        want = [o.outputs[0].token_ids for o in llm.generate(PROMPTS[:2], [GREEDY, drawn])]
+        assert [len(tokens) for tokens in want] == [48, 30]
+        seen: list[int] = []
+        llm._runner.observers.append(Watching(lambda trees, _: seen.append(max(trees.sizes))))
+        llm.generate(PROMPTS[:2], [GREEDY, drawn])
+        assert max(seen) > 1
+        llm.audit()
+
+
+@pytest.mark.parametrize("graphs", ["round", "loop"])
+def test_a_steady_round_makes_no_synchronisation(pair: Pair, graphs: str) -> None:
+    params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+    with engine(pair, "triton", tree=(4, 3, 12), graphs=graphs, max_batch=4, page_size=16) as llm:
+        llm.generate([[1, 2, 3]] * 4, params)
+        ids = [llm.add([1, 2, 3], params) for _ in range(4)]
+        for _ in range(8):
+            llm.step()
+        with driver_calls() as seen:
+            for _ in range(12):
+                llm.step()
+        assert llm.unfinished == 4 and seen.calls
+        assert not seen.synchronisations, seen
+        for i in ids:
+            llm.abort(i)
+        llm.audit()
+
+
+def test_what_the_engine_says_of_its_numerics(pair: Pair) -> None:
+    with engine(pair, "triton", tree=(1, 4, 5)) as llm:
+        assert llm.numerics["attention"] == "triton" and "attention_rule" not in llm.numerics
+        assert "triton" in str(llm.budget)
+
+
+def test_scores_that_are_capped_are_refused(tmp_path: Path) -> None:
+    target = write_target(
+        tmp_path / "target", "Gemma2ForCausalLM", dtype=torch.bfloat16, head_dim=128, vocab_size=VOCAB,
+        eos_token_id=None, bos_token_id=None, query_pre_attn_scalar=40, sliding_window=8192,
+        attn_logit_softcapping=5.0, final_logit_softcapping=30.0,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"'triton': caps no scores.*which 'native' does"):
+        LLM(target, attention_backend="triton", device="cuda")

@@ -1,0 +1,183 @@
+"""Passes of each phase in the format ``"triton"``, planned by the host, and the Triton kernels over them.
+
+The kernels run on a GPU, or under triton's interpreter on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from specrs import _specrs as core
+from specrs.backends import Step, Triton
+from specrs.backends.base import Phase
+
+PHASES: list[Phase] = ["extend", "decode", "draft", "verify"]
+Layout = Literal["dense", "holey"]
+
+
+@dataclass
+class Heads:
+    """Heads of a model's attention, and the type of its KV."""
+
+    kv_heads: int
+    group: int
+    dim: int
+    dtype: torch.dtype = torch.float32
+
+
+class Requests:
+    """Requests of random lengths whose pages lie anywhere in a pool, with a round reserved."""
+
+    def __init__(
+        self,
+        seed: int,
+        shape: tuple[int, int, int],
+        page: int,
+        layout: Layout,
+        context: int,
+        lens: list[int] | None = None,
+    ) -> None:
+        self.rng = rng = random.Random(seed)
+        borders = [0, 1, page, context // 2, context - 8]
+        some = [min(rng.choice([*borders, rng.randrange(context - 8)]), context - 8) for _ in range(3)]
+        self.lens = some if lens is None else lens
+        self.shape = core.TreeShape(*shape)
+        self.geometry = g = core.Geometry(len(self.lens) + 1, context, page, self.shape, layout)
+        pages = g.row_pages * (len(self.lens) + 1)
+        self.pool = core.Pool(pages, page, len(self.lens), g.row_pages)
+        order = self.pool.alloc_pages(pages - 1)
+        rng.shuffle(order)
+        self.pool.free_pages(order)
+        self.seqs = [self.pool.create() for _ in self.lens]
+        self.pool.reserve(list(zip(self.seqs, self.lens, strict=True))).commit(self.lens)
+        self.lease = self.pool.reserve([(s, g.alloc_target(n, 0)) for s, n in zip(self.seqs, self.lens, strict=True)])
+        self.trees = [self._tree(shape[2] if lens else rng.randint(1, shape[2])) for _ in self.lens]
+        room = [min(self.pool.allocated(s) - n, context - n, 40) for s, n in zip(self.seqs, self.lens, strict=True)]
+        self.counts = [rng.choice([0, 1, most]) for most in room]
+        k, s, _ = shape
+        self.beams = torch.zeros(len(self.lens) * k, g.draft_mask_words, dtype=torch.int64)
+        for z in range(len(self.beams)):
+            for slot in (*(rng.randrange(k) * s + t for t in range(s - 1)), z % k * s + s - 1):
+                word = int(self.beams[z, slot // 64]) & (2**64 - 1) | 1 << slot % 64
+                self.beams[z, slot // 64] = word - (word >> 63 << 64)
+
+    def _tree(self, size: int) -> list[int]:
+        """Parents of a tree, its deepest path first."""
+        deepest = min(self.shape.steps, size - 1)
+        if self.shape.topk > 1:
+            deepest = self.rng.randint(min(1, deepest), deepest)
+        parents, depths = list(range(-1, deepest)), list(range(deepest + 1))
+        while len(parents) < size:
+            parent = self.rng.randrange(len(parents))
+            if depths[parent] < deepest:
+                parents.append(parent)
+                depths.append(depths[parent] + 1)
+        return parents
+
+    def plan(self, phase: Phase, format: str = "triton", padded: bool = False) -> core.Plan:
+        """The host's plan of a pass, with a dead request and dead queries behind if it is padded."""
+        p, seqs, lens = core.Planner(self.geometry, self.pool, format), self.seqs, self.lens
+        b = len(lens) + 1
+        most = {"extend": sum(self.counts) + 5, "decode": b, "draft": b * self.shape.topk}
+        pad = (b, most.get(phase, b * self.shape.draft_tokens)) if padded else None
+        if phase == "extend":
+            return p.extend(seqs, lens, self.counts, pad=pad)
+        if phase == "decode":
+            return p.decode(seqs, lens, pad=pad)
+        if phase == "draft":
+            return p.draft(seqs, lens, self.shape.steps - 1, self.beams, pad=pad)
+        trees = core.TreeBatch.from_parents(self.trees, [[0] * len(t) for t in self.trees])
+        return p.verify(seqs, lens, trees, pad=pad)
+
+    def most_queries(self, phase: Phase) -> int:
+        """The most queries of a request of a pass."""
+        return {"extend": max(1, *self.counts), "decode": 1, "draft": self.shape.topk}.get(
+            phase, self.shape.draft_tokens
+        )
+
+
+class Pass:
+    """A pass over random KV, in which every slot that no query's request reads is NaN."""
+
+    def __init__(self, requests: Requests, phase: Phase, heads: Heads, padded: bool = True, seed: int = 0) -> None:
+        self.requests, self.phase, self.heads = requests, phase, heads
+        plan = requests.plan(phase, padded=padded)
+        self.arrays = {name: torch.from_dlpack(array).clone() for name, array in plan.arrays().items()}
+        self.queries, self.sequences = plan.queries, plan.queries if phase in ("draft", "decode") else plan.batch
+        g = torch.Generator().manual_seed(seed)
+        shape = (requests.pool.num_pages * requests.pool.page_size, heads.kv_heads, heads.dim)
+        unread = torch.ones(shape[0], dtype=torch.bool)
+        for name in {"kv_indices", "extend_slots"} & set(self.arrays):
+            unread[self.arrays[name]] = False
+        unread[0] = True  # the sink
+        kv = (torch.randn(shape, generator=g).masked_fill_(unread[:, None, None], math.nan) for _ in range(2))
+        self.keys, self.values = (half.to(heads.dtype) for half in kv)
+        self.q = torch.randn(self.queries, heads.kv_heads * heads.group, heads.dim, generator=g).to(heads.dtype)
+        self.scale = heads.dim**-0.5
+
+    def reference(self) -> torch.Tensor:
+        """Attention in float64 by the arrays alone, in float32."""
+        step = Step(
+            phase=self.phase, page_size=self.requests.pool.page_size, queries=self.queries, arrays=self.arrays
+        )  # fmt: skip
+        backend = Triton()
+        return backend.attend(backend.prepare(step), self.keys, self.values, self.q.float(), self.scale)
+
+    def kernels(self, device: torch.device) -> torch.Tensor:
+        """The kernels' output, from arrays with some elements of poison behind their ends, into memory full of NaN."""
+        launch, out = self.launch(device, spare=3)
+        launch()
+        return out.float().cpu()
+
+    def launch(self, device: torch.device, spare: int = 0) -> tuple[Callable[[], None], torch.Tensor]:
+        """A launch of the kernels over the pass, and its output."""
+        from specrs.backends import triton_kernels
+
+        def there(tensor: torch.Tensor) -> torch.Tensor:
+            poison = torch.full((spare,), 85, dtype=torch.uint8).to(tensor.dtype)
+            return torch.cat((tensor, poison)).to(device)
+
+        q = self.q.to(device)
+        out = torch.full_like(q, math.nan)
+        size = triton_kernels.workspace(device, self.heads.dim)
+        space = torch.full((size,), 0xFF, dtype=torch.uint8, device=device)
+        arrays: dict[str, Any] = {name: there(array) for name, array in self.arrays.items()}
+        launch = partial(
+            triton_kernels.attention, q, self.keys.to(device), self.values.to(device), out, arrays, phase=self.phase,
+            sequences=self.sequences, most_queries=self.requests.most_queries(self.phase), scale=self.scale,
+            space=space,
+        )  # fmt: skip
+        return launch, out
+
+    def native(self, device: torch.device) -> tuple[Callable[[], None], torch.Tensor]:
+        """A launch of specrs's own kernels on a GPU over the same KV, without dead rows, and its output."""
+        plan, pool, shape = self.requests.plan(self.phase, "native"), self.requests.pool, self.requests.shape
+        # By the exact rule a hidden key's value is multiplied by 0, so that the pool may not hold NaN.
+        kv = torch.stack((self.keys, self.values)).nan_to_num(0.0)[None].to(device)
+        words, most = torch.from_dlpack(plan.mask).reshape(-1), self.requests.most_queries(self.phase)
+        table = torch.from_dlpack(plan.page_table()).to(device)
+        size = core._device_attention_workspace(
+            device.index, requests=plan.batch, max_queries=most, kv_heads=self.heads.kv_heads, group=self.heads.group,
+            head_dim=self.heads.dim, max_keys=table.shape[1] * pool.page_size,
+        )  # fmt: skip
+        q = self.q[: plan.queries].to(device)
+        out = torch.full_like(q, math.nan)
+        lens, starts = (torch.from_dlpack(a).to(device) for a in (plan.prefix_lens, plan.qo_indptr))
+        mask = words.to(device) if words.numel() else None
+        space = torch.empty(size, dtype=torch.uint8, device=device)
+
+        def launch() -> None:
+            core._device_attention(
+                kv, 0, q, out, table=table, page_size=pool.page_size, rows=None, lens=lens, starts=starts, mask=mask,
+                draft=(shape.topk, shape.steps) if self.phase == "draft" else None, max_queries=most,
+                scale=self.scale, workspace=space, stream=torch.cuda.current_stream(device).cuda_stream,
+            )  # fmt: skip
+
+        return launch, out
