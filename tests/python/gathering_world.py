@@ -148,6 +148,8 @@ class World:
                 self.clock.now += self.costs.target.at(sum(sizes)) + self.costs.overhead.at(HOSTED)
                 passed = [self._walk(t, tree) for t, tree in zip(live, hosted.drafts, strict=True)]
             outcome = RoundOutcome(RoundPlan(batch, proposals, trees=hosted), range(len(live)), passed, None, None)  # type: ignore[arg-type]
+            for t, p in zip(live, passed, strict=True):
+                self.drafting.account(t).earn(p.kept, len(live))  # type: ignore[arg-type]
             self.drafting._book(outcome, sizes)
             for t in live:
                 if t.remaining <= 0:

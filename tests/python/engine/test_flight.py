@@ -508,7 +508,8 @@ def test_those_who_draft_may_have_ended(world: World) -> None:
     """A later round of a flight may tell of requests without drafts alone."""
     llm = LLM(world.target, world.draft, max_batch=2, max_context_len=CONTEXT)
     trees = core.TreeBatch.from_parents([[-1]], [[3]])
-    request = SimpleNamespace(request_id=0, error=None, finish_reason=None, proposed=0, drafting_rounds=0)
+    params = SimpleNamespace(speculative=False)
+    request = SimpleNamespace(error=None, finish_reason=None, proposed=0, drafting_rounds=0, params=params)
     plan: Any = RoundPlan([request, request], head=[True, False], levels=3)  # type: ignore[arg-type]
     verified: Any = SimpleNamespace(trees=trees)
     passed: Any = [SimpleNamespace(request=request, tokens=[3])]

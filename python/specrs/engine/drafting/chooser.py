@@ -144,9 +144,10 @@ class TreePolicy:
     def lost(self, batch: int, drafting: int, seconds: float) -> float:
         """Return the plain rounds that a batch loses by a round of ``seconds`` whose drafts are all refused.
 
-        Each request has waited. The requests without drafts count twice, because they waited for others.
+        Each request has waited. The requests without drafts count twice, because they waited for others. A round with
+        drafts takes no less than a plain one, whatever the measured costs say.
         """
-        return (seconds / self.costs.plain(batch) - 1.0) * (2 * batch - max(drafting, 1))
+        return max(seconds / self.costs.plain(batch) - 1.0, 0.0) * (2 * batch - max(drafting, 1))
 
     def won(self, batch: int, drafting: int, seconds: float, wins: Sequence[float]) -> list[float]:
         """Return the plain rounds that a round won for each request that drafted; negative for a loss.

@@ -7,12 +7,12 @@ And the time that rounds take beside their passes changes, which differs by kind
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _STEP = 1.015  # factor of the pace at each pass: the pace is a running median, which a stalled pass moves little
 _MEAN = 0.05  # weight of a round in a running mean
-_OFF = 0.5  # of its passes' time, the most by which a round is taken to be off the mean
 
 
 @dataclass
@@ -72,8 +72,9 @@ PLAIN, SPECULATIVE, HOSTED = range(3)  # kinds of rounds: without drafts, with t
 class Overheads:
     """Running means of the seconds that rounds of each kind take beside their passes.
 
-    A mean is negative if rounds overlap more than they did when passes were measured. A round that takes much longer
-    than others, because it made a graph or the machine stalled, moves a mean little.
+    A mean is negative if rounds overlap more than they did when passes were measured. It is the mean of medians of
+    three rounds in a row, so that one that stalled, or one behind it that ended early by the host's clock, does not
+    count. The first round alone says nothing, and of the first two the shorter one counts.
 
     Args:
         seconds: where the means begin, for each kind.
@@ -81,16 +82,26 @@ class Overheads:
 
     def __init__(self, seconds: Sequence[float] = (0.0, 0.0, 0.0)) -> None:
         self._mean, self._seen = list(seconds), [0] * len(seconds)
+        self._last = [deque[float](maxlen=3) for _ in seconds]
 
     def at(self, kind: int) -> float:
         """Return the predicted seconds of a round of this kind."""
         return self._mean[kind]
 
-    def observe(self, kind: int, seconds: float, passes: float) -> None:
-        """Learn from a round of this kind that took ``seconds`` beside its passes, which take ``passes``."""
+    def observe(self, kind: int, seconds: float, passes: float) -> float | None:
+        """Learn from a round of this kind that took ``seconds`` beside its passes, which take ``passes``.
+
+        Returns:
+            What counts of the last rounds of the kind; ``None`` for the first one.
+        """
+        last = self._last[kind]
+        last.append(min(max(seconds, -passes / 2), 2 * passes))
+        if len(last) < 2:
+            return None
         self._seen[kind] += 1
-        off = min(max(seconds - self._mean[kind], -_OFF * passes), _OFF * passes)
-        self._mean[kind] += max(1 / (self._seen[kind] + 1), _MEAN) * off
+        median = sorted(last)[(len(last) - 1) // 2]
+        self._mean[kind] += max(1 / (self._seen[kind] + 1), _MEAN) * (median - self._mean[kind])
+        return median
 
 
 @dataclass(frozen=True)
@@ -122,8 +133,10 @@ class Costs:
         return cls(PassCost([1], [1.0]), nothing, nothing, nothing, nothing, free=True)
 
     def plain(self, batch: int) -> float:
-        """Return the seconds of a round of plain decoding."""
-        return self.target.at(batch) + self.overhead.at(PLAIN)
+        """Return the seconds of a round of plain decoding, at least half of its pass's: the mean is of batches of all
+        sizes."""
+        seconds = self.target.at(batch)
+        return max(seconds + self.overhead.at(PLAIN), seconds / 2)
 
     def drafting(self, batch: int, beams: int, levels: int) -> float:
         """Return the seconds of drafting ``levels`` levels: a pass that extends draft KV and gives the first level, and
@@ -137,7 +150,7 @@ class Costs:
         A round takes less time if it runs right after another, or more if the host is slower than the device. To
         compare kinds of rounds, the overheads of both kinds must be known.
         """
-        self.overhead.observe(kind, seconds - passes, passes)
-        if kind != PLAIN and seconds < self.plain(batch):  # a plain round does only a part of this round's work
-            plain = self.target.at(batch)
-            self.overhead.observe(PLAIN, seconds - plain, plain)
+        beside, plain = self.overhead.observe(kind, seconds - passes, passes), self.target.at(batch)
+        # A plain round does only a part of this round's work, and takes no longer.
+        if kind != PLAIN and beside is not None and passes + beside < self.plain(batch):
+            self.overhead.observe(PLAIN, passes + beside - plain, plain)

@@ -6,7 +6,7 @@ No decision made here can change a token.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from specrs._specrs import DraftBeams, TreeShape
 from specrs.engine.drafting.budget import WAIT, Account
@@ -125,17 +125,17 @@ class Drafting:
         if self.launched:
             plan.levels = self._best(plan.batch, plan.head)[0]
 
-    def _able(self, batch: Batch, idle: Sequence[Request] | None = None) -> list[bool]:
+    def _able(self, batch: Batch, idle: Collection[int] | None = None) -> list[bool]:
         """Return for each request whether it drafts: the most requests that can each pay their share of a round.
 
         All requests of the batch wait for those that draft, so that a share is the larger, the fewer they are.
 
         Args:
-            idle: for a round behind one in flight, the requests that do not draft in that one.
+            idle: for a round behind one in flight, the ids of the requests that do not draft in that one.
         """
         size, rooms = len(batch), dict[int, float]()
         for i, r in enumerate(batch):
-            ahead = idle is not None and r in idle
+            ahead = idle is not None and r.request_id in idle
             if (idle is not None or r.can_draft) and self._pays(r, size, ahead):
                 rooms[i] = math.inf
                 if not self.policy.costs.free:
@@ -155,8 +155,8 @@ class Drafting:
         Args:
             ahead: True behind a round in flight in which it does not draft.
         """
-        if not r.head.followed or r.max_depth < 1 or self.policy.costs.free:
-            return r.head.followed and r.max_depth > 0
+        if not r.head.followed or r.max_depth <= ahead or self.policy.costs.free:
+            return r.head.followed and r.max_depth > ahead
         account = self.account(r)
         if len(r.tokens) < account.drafts_from:
             return False
@@ -246,8 +246,9 @@ class Drafting:
         head, size, policy = plan.head or [False] * len(plan.batch), len(batch), self.policy
         idle = [r for r, drafts in zip(plan.batch, head, strict=True) if not drafts and r.finish_reason is None]
         if self.has_head and any(self._pays(r, size, ahead=True) for r in idle):
-            able = {r.request_id for r, drafts in zip(batch, self._able(batch, idle), strict=True) if drafts}
-            if any(r.request_id in able for r in idle):
+            saving = {r.request_id for r in idle}
+            able = {r.request_id for r, drafts in zip(batch, self._able(batch, saving), strict=True) if drafts}
+            if able & saving:
                 return None  # a request that does not draft does so in the next round
         if plan.head is None or policy.costs.free:
             return plan
@@ -302,6 +303,9 @@ class Drafting:
         free = self.policy.costs.free
         if not free:
             self._observe_costs(outcome)
+            for p in passed:
+                if p.request.params.speculative:
+                    self.account(p.request).earn(p.kept, len(passed))
         if not any(p.request.error is not None for p in passed):  # a walk cut short says nothing of drafts
             if any(outcome.head) and (not free or (plan.trees is not None and not plan.united)):
                 self._observe_head(outcome, self._accepted(outcome))
@@ -365,15 +369,12 @@ class Drafting:
                     kind.reached(count, min(plan.levels, len(p.tokens)))
 
     def _book(self, outcome: RoundOutcome, sizes: Sequence[int]) -> None:
-        """Book what each request's tokens earn, and the plain rounds that drafts of any source have won or lost.
+        """Book the plain rounds that drafts of any source have won or lost.
 
         Args:
             sizes: nodes of each request's tree.
         """
         plan, size = outcome.plan, len(outcome.passed)
-        for p in outcome.passed:
-            if (account := self._accounts.get(p.request.request_id)) is not None:
-                account.earn(p.kept, size)
         each = zip(outcome.passed, sizes, outcome.head, strict=True)
         drew = [p for p, nodes, drafts in each if drafts or nodes > 1]
         if not drew:
