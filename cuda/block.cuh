@@ -1,4 +1,4 @@
-// Work that the threads of a block do together: sums of what stands before each, and finding a launch's last block.
+// Work that the threads of a block do together: sums, also of what stands before each, and finding a launch's last block.
 #pragma once
 
 #include "common.cuh"
@@ -38,6 +38,22 @@ __device__ __forceinline__ int32_t block_before(int32_t x, int32_t *shared, int3
     __syncthreads();
     total = shared[warps];
     return shared[warp] + upto - x;
+}
+
+// Sums of `a` and of `b` over the block, for all its threads, of which there are whole warps. `shared` has 64 places that nothing
+// else has written or read since the last barrier.
+__device__ __forceinline__ void block_sums(int32_t &a, int32_t &b, int32_t *shared) {
+    const uint32_t lane = threadIdx.x % 32;
+    a = __reduce_add_sync(0xffffffffu, a);
+    b = __reduce_add_sync(0xffffffffu, b);
+    if (lane == 0) {
+        shared[threadIdx.x / 32] = a;
+        shared[32 + threadIdx.x / 32] = b;
+    }
+    __syncthreads();
+    const bool there = lane < blockDim.x / 32;
+    a = __reduce_add_sync(0xffffffffu, there ? shared[lane] : 0);
+    b = __reduce_add_sync(0xffffffffu, there ? shared[32 + lane] : 0);
 }
 
 // True if this block is the last of `blocks` to come here, told to all its threads; writes of the other blocks are

@@ -20,15 +20,13 @@ struct Path {
 
 // The path of a request, as long as it is one; else none. `reporter` records why.
 __device__ __forceinline__ Path path_of(const KvCommitParams &p, int32_t request, int32_t live, bool reporter) {
-    if (request >= live) {
-        return {0, 0};
-    }
     const int32_t *offsets = reinterpret_cast<const int32_t *>(p.offsets);
     const int32_t *paths = reinterpret_cast<const int32_t *>(p.paths);
     const int32_t begin = offsets[request];
     const int32_t end = offsets[request + 1];
-    if (begin < 0 || end < begin || end > p.entries) {
-        if (reporter) {
+    const bool lives = request < live;  // known no sooner than its offsets
+    if (!lives || begin < 0 || end < begin || end > p.entries) {
+        if (reporter && lives) {
             const bool order = begin >= 0 && end >= 0 && end <= p.entries;
             record_fault(p.report, KERNEL_KV_COMMIT, order ? BUFFER_OFFSETS_DECREASE : BUFFER_PATH, request,
                          -1, begin < 0 ? begin : end, static_cast<int64_t>(p.entries) + 1);
@@ -49,17 +47,27 @@ __device__ __forceinline__ Path path_of(const KvCommitParams &p, int32_t request
     return {begin, end - begin};
 }
 
+// Where a request is and what length its path gives it, loaded before the path is known: one trip to memory less.
+struct Grown {
+    int32_t row;
+    int32_t len;
+};
+
+__device__ __forceinline__ Grown grown_of(const KvCommitParams &p, int32_t request) {
+    return {reinterpret_cast<const int32_t *>(p.rows)[request], reinterpret_cast<const int32_t *>(p.new_lens)[request]};
+}
+
 // The request's line of the page table, where positions up to `last` behind its old length lie in it; else null.
-__device__ __forceinline__ int32_t *line_of(const KvCommitParams &p, int32_t request, Path path, int32_t last,
+__device__ __forceinline__ int32_t *line_of(const KvCommitParams &p, int32_t request, Grown grown, Path path, int32_t last,
                                             int32_t &len, bool reporter) {
-    const int32_t row = reinterpret_cast<const int32_t *>(p.rows)[request];
+    const int32_t row = grown.row;
     if (!in_bounds(row, p.table.rows)) {
         if (reporter) {
             record_fault(p.report, KERNEL_KV_COMMIT, BUFFER_TABLE_ROWS, request, -1, row, p.table.rows);
         }
         return nullptr;
     }
-    len = reinterpret_cast<const int32_t *>(p.new_lens)[request] - path.length;
+    len = grown.len - path.length;
     const int64_t end = static_cast<int64_t>(p.table.columns) << p.shift;  // positions of a line
     if (len < 0 || static_cast<int64_t>(len) + last >= end) {
         if (reporter) {
@@ -78,6 +86,7 @@ __device__ __forceinline__ void kv_remap(const KvCommitParams &p) {
     const bool reporter = threadIdx.x == 0;
     const int32_t live =
         live_rows(p.live, p.requests, p.report, KERNEL_KV_COMMIT, reporter && blockIdx.x == 0);
+    const Grown grown = grown_of(p, request);
     const Path path = path_of(p, request, live, reporter);
     if (path.length == 0) {
         return;
@@ -87,7 +96,7 @@ __device__ __forceinline__ void kv_remap(const KvCommitParams &p) {
         return;  // 0, 1, 2, ...: all in place
     }
     int32_t len;
-    int32_t *line = line_of(p, request, path, last, len, reporter);
+    int32_t *line = line_of(p, request, grown, path, last, len, reporter);
     if (line == nullptr) {
         return;
     }
@@ -129,22 +138,21 @@ __device__ __forceinline__ int32_t slot_of(const KvCommitParams &p, const int32_
 }
 
 __device__ __forceinline__ void kv_list(const KvCommitParams &p) {
-    __shared__ int32_t sums[33];
+    __shared__ int32_t sums[64];
     const int32_t request = blockIdx.x;
     const bool reporter = threadIdx.x == 0;
     const int32_t live =
         live_rows(p.live, p.requests, p.report, KERNEL_KV_COMMIT, reporter && blockIdx.x == 0);
+    const Grown grown = grown_of(p, request);
     // Every block counts the moves of all requests: a few loads, and no block waits for another.
-    int32_t mine = 0;
-    int32_t all = 0;
+    int32_t before = 0;
+    int32_t total = 0;
     for (int32_t other = threadIdx.x; other < p.requests; other += blockDim.x) {
         const int32_t moves = moves_of(p, path_of(p, other, live, false));
-        mine += other < request ? moves : 0;
-        all += moves;
+        before += other < request ? moves : 0;
+        total += moves;
     }
-    int32_t before, total;
-    block_before(mine, sums, before);
-    block_before(all, sums, total);
+    block_sums(before, total, sums);
     int32_t *src = reinterpret_cast<int32_t *>(p.src);
     int32_t *dst = reinterpret_cast<int32_t *>(p.dst);
     if (reporter) {
@@ -172,7 +180,7 @@ __device__ __forceinline__ void kv_list(const KvCommitParams &p) {
     }
     const int32_t *paths = reinterpret_cast<const int32_t *>(p.paths) + path.begin;
     int32_t len = 0;
-    const int32_t *line = fits ? line_of(p, request, path, paths[path.length - 1], len, reporter) : nullptr;
+    const int32_t *line = fits ? line_of(p, request, grown, path, paths[path.length - 1], len, reporter) : nullptr;
     for (int32_t i = threadIdx.x; i < moves && before + i < p.moves; i += blockDim.x) {
         const int32_t d = path.length - moves + i;
         int32_t from = 0;

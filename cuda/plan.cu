@@ -41,20 +41,16 @@ __device__ __forceinline__ int64_t given_of(const PlanParams &p, int32_t i) {
     return static_cast<int64_t>(offsets[i + 1]) - offsets[i];
 }
 
-// Queries of request `i`, whatever its fault; 0 for a dead one and for a count that no request can have.
+// Queries of request `i`, whatever its fault; 0 for a dead one and for a count that no request can have. Loads do not wait until it
+// is known whether the request lives.
 __device__ __forceinline__ uint32_t queries_of(const PlanParams &p, int32_t live, int32_t i) {
-    if (i >= live || at<const int32_t>(p.rows)[i] < 0) {
-        return 0;
+    int64_t n = p.step.phase == form::DRAFT ? p.step.topk : 1, most = n;
+    if (p.step.phase != form::DRAFT && p.step.phase != form::DECODE) {
+        n = given_of(p, i);
+        most = p.step.phase == form::VERIFY ? p.step.nodes : p.step.context;
     }
-    if (p.step.phase == form::DRAFT) {
-        return p.step.topk;
-    }
-    if (p.step.phase == form::DECODE) {
-        return 1;
-    }
-    const int64_t n = given_of(p, i);
-    const int64_t most = p.step.phase == form::VERIFY ? p.step.nodes : p.step.context;
-    return n < 0 || n > most ? 0 : static_cast<uint32_t>(n);
+    const bool dead = static_cast<int>(i >= live) | static_cast<int>(at<const int32_t>(p.rows)[i] < 0);
+    return dead || n < 0 || n > most ? 0 : static_cast<uint32_t>(n);
 }
 
 // Sums over the CTA, of 64 bits each; barriers around.
@@ -123,9 +119,8 @@ __device__ __forceinline__ void check_page(Wrong &wrong, form::Step s, const int
 }
 
 // Check the parts of a request that concern it as a whole: its row, its length, its count. Thread 0 calls it.
-__device__ __forceinline__ Wrong check_request(const PlanParams &p, form::Step s, int32_t i, uint32_t n, int64_t first) {
-    const int32_t row = at<const int32_t>(p.rows)[i];
-    const int64_t len = at<const int32_t>(p.lens)[i];
+__device__ __forceinline__ Wrong check_request(const PlanParams &p, form::Step s, int32_t i, int32_t row, int64_t len, uint32_t n,
+                                               int64_t first) {
     const int64_t context = s.context;
     if (row >= p.table.rows) {
         return Wrong{BUFFER_TABLE_ROWS, -1, row, p.table.rows};
@@ -163,13 +158,11 @@ __device__ __forceinline__ Wrong check_query(const PlanParams &p, form::Step s, 
                                              uint32_t j, const int32_t *parents) {
     Wrong wrong{};
     const int32_t query = static_cast<int32_t>(j);
-    if (s.phase == form::VERIFY) {
-        const int32_t parent = parents[j];
-        if (j == 0 ? parent != -1 : !in_bounds(parent, query)) {
-            return Wrong{BUFFER_TREE_PARENTS, query, parent, j};
-        }
-    }
+    const int32_t parent = s.phase == form::VERIFY ? parents[j] : -1;
     check_page(wrong, s, row, p.table.columns, p.table.num_pages, query, form::row_pos(s, len, j));
+    if (s.phase == form::VERIFY && (j == 0 ? parent != -1 : !in_bounds(parent, query))) {
+        return Wrong{BUFFER_TREE_PARENTS, query, parent, j};
+    }
     if (s.phase == form::DRAFT && p.ancestors != 0) {
         const uint32_t words = form::mask_words(s);
         const uint64_t *given = at<const uint64_t>(p.ancestors) + (static_cast<uint64_t>(i) * s.topk + j) * words;
@@ -209,6 +202,10 @@ __device__ __forceinline__ void plan_native(const PlanParams &p) {
     uint64_t total = 0;
 
     for (int32_t i = blockIdx.x; i < p.plan.batch; i += gridDim.x) {
+        // Loaded beside what the sums are of: fewer trips to memory.
+        const int32_t table_line = at<const int32_t>(p.rows)[i];
+        const int32_t own_len = at<const int32_t>(p.lens)[i];
+        const uint64_t version = at<const uint64_t>(p.versions)[i];
         uint64_t before = 0, all = 0;
         for (int32_t other = threadIdx.x; other < p.plan.batch; other += PLAN_THREADS) {
             const uint32_t n = queries_of(p, live_batch, other);
@@ -218,7 +215,7 @@ __device__ __forceinline__ void plan_native(const PlanParams &p) {
         sum2(before, all);
         total = all;
         const int64_t first = static_cast<int64_t>(before);
-        const bool live = i < live_batch && at<const int32_t>(p.rows)[i] >= 0;
+        const bool live = i < live_batch && table_line >= 0;
         const uint32_t n = queries_of(p, live_batch, i);
         bool fault = false, open = false;  // open: its queries attend to something
         uint32_t len = 0;
@@ -226,18 +223,18 @@ __device__ __forceinline__ void plan_native(const PlanParams &p) {
         if (live) {
             Wrong wrong{};
             if (threadIdx.x == 0) {
-                wrong = check_request(p, s, i, n, first);
+                wrong = check_request(p, s, i, table_line, own_len, n, first);
             }
             fault = any_wrong(p.report, KERNEL_PLAN, i, wrong);
         }
         if (live && !fault) {
-            len = static_cast<uint32_t>(at<const int32_t>(p.lens)[i]);
-            row = table_row(p.table, at<const int32_t>(p.rows)[i]);
+            len = static_cast<uint32_t>(own_len);
+            row = table_row(p.table, table_line);
             parents = s.phase == form::VERIFY ? at<const int32_t>(p.parents) + at<const int32_t>(p.offsets)[i] : nullptr;
             open = form::alive(s, len);
             if (open) {
                 Wrong wrong{};
-                if (threadIdx.x == 0 && len > 0) {
+                if (threadIdx.x == PLAN_THREADS - 1 && len > 0) {  // a thread that seldom has a query
                     check_page(wrong, s, row, p.table.columns, p.table.num_pages, -1, len - 1);
                 }
                 for (uint32_t j = threadIdx.x; j < n && wrong.buffer == 0; j += PLAN_THREADS) {
@@ -260,8 +257,8 @@ __device__ __forceinline__ void plan_native(const PlanParams &p) {
         const bool good = live && !fault;
         if (threadIdx.x == 0) {
             indptr[i] = static_cast<int32_t>(first < capacity ? first : capacity);
-            at<int32_t>(p.plan.rows)[i] = good ? at<const int32_t>(p.rows)[i] : -1;
-            at<uint64_t>(p.out_versions)[i] = good ? at<const uint64_t>(p.versions)[i] : 0;
+            at<int32_t>(p.plan.rows)[i] = good ? table_line : -1;
+            at<uint64_t>(p.out_versions)[i] = good ? version : 0;
             at<int32_t>(p.plan.prefix_lens)[i] = good ? static_cast<int32_t>(form::prefix(s, len)) : 0;
         }
         const bool write = good && open;

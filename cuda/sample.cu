@@ -5,7 +5,7 @@
 //       token = draw(logits of node, sampling parameters, tokens so far, position)
 //       node = the first child of node that carries token, or stop
 //
-// A group of blocks walks a request's tree (group.cuh), 16 in a small batch and 8 or 4 in others: sample_row.cuh reads the rows,
+// A group of blocks walks a request's tree (group.cuh), 16 in a small batch and 8, 4 or 2 in others: sample_row.cuh reads the rows,
 // sample_team.cuh sums over the group, sample_ranks.cuh finds what top-k and top-p keep, sample_draw.cuh draws.
 //
 // A row that cannot be sampled (NaN, +inf, nothing finite) ends its request's walk and is recorded; indices outside their

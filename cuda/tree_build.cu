@@ -16,58 +16,70 @@ namespace specrs {
 constexpr int MAX_CANDIDATES = 4096;
 constexpr int MAX_TREE = 1024;  // `bounds::MAX_DRAFT_TOKENS`
 
-// Count how many of `count` scores from `first` on come before candidate c: larger ones, and as good ones of a lower
-// index. The candidates of a warp are `c - lane` and the 31 behind it, so that most blocks of 32 need one comparison a
-// score.
-__device__ __forceinline__ int32_t rank_of(const float *scores, int32_t count, int32_t c) {
-    const float own = scores[c];
-    const int32_t own_block = c / 32 * 32;
-    int32_t rank = 0;
-    int32_t other = 0;
-#pragma unroll 8
-    for (; other < own_block; ++other) {
-        rank += scores[other] >= own;
+// Count how many of `count` scores come before candidate c: larger ones, and as good ones of a lower index. The candidates of a
+// warp are `c - lane` and the 31 behind it, so that most blocks of 32 need one comparison a score. `count` is a multiple of 32.
+// Summed as floats: those additions do not wait for the unit that compares.
+__device__ __forceinline__ int32_t rank_of(const float4 *scores, int32_t count, int32_t c) {
+    const float own = reinterpret_cast<const float *>(scores)[c];
+    const int32_t own_block = c / 32 * 8;  // of four scores
+    const auto one_if = [](bool before) { return before ? 1.0f : 0.0f; };
+    float ranks[2] = {0.0f, 0.0f};
+    int32_t four = 0;
+#pragma unroll 4
+    for (; four < own_block; ++four) {
+        const float4 x = scores[four];
+        ranks[0] += one_if(x.x >= own) + one_if(x.y >= own);
+        ranks[1] += one_if(x.z >= own) + one_if(x.w >= own);
     }
-    for (; other < min(own_block + 32, count); ++other) {
-        rank += scores[other] > own || (scores[other] == own && other < c);
+#pragma unroll 4
+    for (; four < own_block + 8; ++four) {
+        const float4 x = scores[four];
+        const int32_t lower = c - 4 * four;  // so many of the four have a lower index
+        ranks[0] += one_if(x.x > own || (x.x == own && lower > 0)) + one_if(x.y > own || (x.y == own && lower > 1));
+        ranks[1] += one_if(x.z > own || (x.z == own && lower > 2)) + one_if(x.w > own || (x.w == own && lower > 3));
     }
-#pragma unroll 8
-    for (; other < count; ++other) {
-        rank += scores[other] > own;
+#pragma unroll 4
+    for (; four < count / 4; ++four) {
+        const float4 x = scores[four];
+        ranks[0] += one_if(x.x > own) + one_if(x.y > own);
+        ranks[1] += one_if(x.z > own) + one_if(x.w > own);
     }
-    return rank;
+    return static_cast<int32_t>(ranks[0] + ranks[1]);  // exact
 }
 
 // The limits of a request, checked.
 struct Limits {
     int32_t within;  // candidates of its sound steps within its depth
-    int32_t count;   // most candidates that the tree takes
+    int32_t count;   // most candidates that the tree takes; -1 for a dead request, which has no root either
 };
 
+// Loads do not wait until it is known whether the request lives.
 __device__ __forceinline__ Limits limits_of(const TreeBuildParams &p, int32_t request, int32_t live, bool reporter) {
-    if (request >= live) {
-        return {0, -1};  // no root either
-    }
+    const bool lives = request < live;
     int32_t sound = reinterpret_cast<const int32_t *>(p.drafts.sound)[request];
+    const int32_t depth = max(reinterpret_cast<const int32_t *>(p.max_depths)[request], 0);
+    const int32_t nodes = max_nodes_of(p.trees, p.report, KERNEL_TREE_BUILD, request, reporter && lives);
     if (sound < 0 || sound > p.drafts.steps) {
-        if (reporter) {
+        if (reporter && lives) {
             record_fault(p.report, KERNEL_TREE_BUILD, BUFFER_SOUND, request, -1, sound,
                          static_cast<int64_t>(p.drafts.steps) + 1);
         }
         sound = 0;
     }
-    const int32_t nodes = max_nodes_of(p.trees, p.report, KERNEL_TREE_BUILD, request, reporter);
-    const int32_t levels = min(sound, max(reinterpret_cast<const int32_t *>(p.max_depths)[request], 0));
+    const int32_t levels = lives ? min(sound, depth) : 0;
     const int32_t within = levels == 0 ? 0 : p.drafts.topk + (levels - 1) * p.drafts.topk * p.drafts.topk;
-    return {within, min(nodes - 1, within)};
+    return {within, lives ? min(nodes - 1, within) : -1};
 }
 
 __device__ __forceinline__ void tree_build(const TreeBuildParams &p) {
-    __shared__ float near_scores[MAX_CANDIDATES];
+    __shared__ alignas(16) float near_scores[MAX_CANDIDATES];
     __shared__ uint16_t node_of[MAX_CANDIDATES];
     __shared__ int32_t parents[MAX_TREE];
-    __shared__ int32_t sums[33];
+    __shared__ int32_t sums[64];
+    __shared__ int32_t chosen_of[32];  // by each warp
     const int32_t request = blockIdx.x;
+    const int32_t lane = threadIdx.x % 32;
+    const int32_t warp = threadIdx.x / 32;
     const bool reporter = threadIdx.x == 0;
     const int32_t live =
         live_rows(p.live, p.trees.requests, p.report, KERNEL_TREE_BUILD, reporter && blockIdx.x == 0);
@@ -75,19 +87,35 @@ __device__ __forceinline__ void tree_build(const TreeBuildParams &p) {
     const float *all_scores = reinterpret_cast<const float *>(p.drafts.scores);
     const bool counted = !(least <= __uint_as_float(0xff800000u));  // NaN too: no score reaches it
 
-    // Loaded before it is known how many count: one trip to memory less.
+    // Loaded before it is known how many count, parents and tokens ahead of each turn: fewer trips to memory.
     const uint64_t base = static_cast<uint64_t>(request) * p.drafts.candidates;
+    int32_t next_parent = -1;
+    int32_t next_token = 0;
+    const auto load_ahead = [&](int32_t c) {
+        if (c < p.drafts.candidates) {
+            next_parent = reinterpret_cast<const int32_t *>(p.drafts.parents)[base + c];
+            next_token = reinterpret_cast<const int32_t *>(p.drafts.tokens)[base + c];
+        }
+    };
+    load_ahead(threadIdx.x);
     for (int32_t c = threadIdx.x; c < p.drafts.candidates; c += blockDim.x) {
         near_scores[c] = score_at(all_scores, base + c);
         node_of[c] = 0;
     }
+    const Limits limits = limits_of(p, request, live, reporter);
+    // Scores that do not count come behind all that do.
+    const int32_t padded = (limits.within + 31) / 32 * 32;
+    for (int32_t c = threadIdx.x; c < padded; c += blockDim.x) {
+        if (c >= limits.within) {
+            near_scores[c] = __uint_as_float(0xff800000u);
+        }
+    }
 
-    // Sizes of all trees.
-    int32_t mine = 0;
-    int32_t all = 0;
+    // Nodes of the trees before this one, and of all.
+    int32_t begin = 0;
+    int32_t total = 0;
     if (counted) {
-        const int32_t lane = threadIdx.x % 32;
-        for (int32_t other = threadIdx.x / 32; other < live; other += blockDim.x / 32) {
+        for (int32_t other = warp; other < live; other += blockDim.x / 32) {
             const Limits limits = limits_of(p, other, live, false);
             const float *scores = all_scores + static_cast<uint64_t>(other) * p.drafts.candidates;
             int32_t reach = 0;
@@ -97,20 +125,18 @@ __device__ __forceinline__ void tree_build(const TreeBuildParams &p) {
             reach = __reduce_add_sync(0xffffffffu, reach);
             if (lane == 0) {
                 const int32_t size = 1 + min(limits.count, reach);
-                mine += other < request ? size : 0;
-                all += size;
+                begin += other < request ? size : 0;
+                total += size;
             }
         }
     } else {
-        for (int32_t other = threadIdx.x; other < live; other += blockDim.x) {
+        for (int32_t other = threadIdx.x; other < p.trees.requests; other += blockDim.x) {
             const int32_t size = 1 + limits_of(p, other, live, false).count;
-            mine += other < request ? size : 0;
-            all += size;
+            begin += other < request ? size : 0;
+            total += size;
         }
     }
-    int32_t begin, total;
-    block_before(mine, sums, begin);
-    block_before(all, sums, total);
+    block_sums(begin, total, sums);
 
     int32_t *tokens = reinterpret_cast<int32_t *>(p.trees.tokens);
     float *scores = reinterpret_cast<float *>(p.trees.scores);
@@ -118,7 +144,6 @@ __device__ __forceinline__ void tree_build(const TreeBuildParams &p) {
         write_offsets(p.trees, request, begin, total);
     }
     write_dead_nodes(p.trees, request, total);
-    const Limits limits = limits_of(p, request, live, reporter);
     if (limits.count < 0) {
         return;
     }
@@ -128,32 +153,39 @@ __device__ __forceinline__ void tree_build(const TreeBuildParams &p) {
         tokens[begin] = reinterpret_cast<const int32_t *>(p.trees.roots)[request];
         scores[begin] = 0.0f;
     }
-    __syncthreads();
     // Nodes, numbered in the order of candidates, `blockDim.x` candidates at a time.
     int32_t size = 1;
     for (int32_t first = 0; first < limits.within; first += blockDim.x) {
         const int32_t c = first + threadIdx.x;
+        int32_t parent = next_parent;
+        const int32_t token = next_token;
+        load_ahead(c + blockDim.x);
         bool chosen = false;
         if (c < limits.within && near_scores[c] >= least) {
-            chosen = rank_of(near_scores, limits.within, c) < limits.count;
+            chosen = rank_of(reinterpret_cast<const float4 *>(near_scores), padded, c) < limits.count;
         }
-        int32_t found;
-        const int32_t node = size + block_before(chosen, sums, found);
+        const uint32_t chosen_lanes = __ballot_sync(0xffffffffu, chosen);
+        if (lane == 0) {
+            chosen_of[warp] = __popc(chosen_lanes);
+        }
+        __syncthreads();
+        const int32_t of_warp = lane < static_cast<int32_t>(blockDim.x / 32) ? chosen_of[lane] : 0;
+        const int32_t before = __reduce_add_sync(0xffffffffu, lane < warp ? of_warp : 0);
+        const int32_t node = size + before + __popc(chosen_lanes & ((1u << lane) - 1));
         if (chosen) {
             node_of[c] = static_cast<uint16_t>(node);
         }
         __syncthreads();
         if (chosen) {
-            int32_t parent = reinterpret_cast<const int32_t *>(p.drafts.parents)[base + c];
             if (parent >= c || parent < -1) {
                 record_fault(p.report, KERNEL_TREE_BUILD, BUFFER_CANDIDATE_PARENTS, request, c, parent, c);
                 parent = -1;
             }
             parents[node] = parent < 0 ? 0 : node_of[parent];
-            tokens[begin + node] = reinterpret_cast<const int32_t *>(p.drafts.tokens)[base + c];
+            tokens[begin + node] = token;
             scores[begin + node] = near_scores[c];
         }
-        size += found;
+        size += __reduce_add_sync(0xffffffffu, of_warp);
     }
     __syncthreads();
     write_links(p.trees, parents, begin, size);

@@ -59,6 +59,7 @@ __device__ __forceinline__ void write_links(const Trees &trees, const int32_t *p
     for (int32_t j = threadIdx.x; j < size; j += blockDim.x) {
         int32_t child = -1;
         int32_t sibling = -1;
+#pragma unroll 8
         for (int32_t k = size - 1; k > j; --k) {
             child = parents[k] == j ? k : child;
             sibling = parents[k] == parents[j] ? k : sibling;

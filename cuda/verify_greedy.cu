@@ -4,7 +4,7 @@
 // Two modes with the same result:
 //   walk  a block a request: the argmax of the row it stands at, then the next one. For batches.
 //   full  blocks over rows and chunks of rows, for all nodes at once; the last block to finish walks all trees. For one or
-//         two requests, where a walk would leave the GPU idle.
+//         two requests, where a walk would leave the GPU idle. Rows have as many chunks as run at once.
 // In both the last block gathers the walks into flat arrays, one request behind the other: `Accepts` of `src/round`.
 //
 // A request whose walk meets a row with a NaN, a +inf or nothing but -inf ends there with NO_TOKEN; the probe goes to the
@@ -17,7 +17,6 @@
 
 namespace specrs {
 
-constexpr int CHUNKS = 16;      // chunks of a row, in mode full
 constexpr int MAX_TREE = 1024;  // `bounds::MAX_DRAFT_TOKENS`, the most that max_nodes is
 
 // Take the step at `walk.node`, whose row's largest key is `key`. Whether the walk goes on. As `step`.
@@ -79,9 +78,10 @@ __device__ __forceinline__ void verify_full(const VerifyParams &p) {
     if (static_cast<int64_t>(row) < end) {
         const typename L::Storage *logits =
             reinterpret_cast<const typename L::Storage *>(p.logits) + row * p.logits_stride;
-        const int32_t chunk = (p.vocab + CHUNKS - 1) / CHUNKS;
-        const int32_t first = min(chunk * static_cast<int32_t>(blockIdx.x), p.vocab);
-        const uint64_t key = block_max(best_key<L>(logits, first, min(first + chunk, p.vocab)), shared);
+        const int32_t chunks = gridDim.x;
+        const int32_t chunk = ((p.vocab + chunks - 1) / chunks + L::WIDE - 1) / L::WIDE * L::WIDE;
+        const int32_t first = static_cast<int32_t>(min(static_cast<int64_t>(chunk) * blockIdx.x, static_cast<int64_t>(p.vocab)));
+        const uint64_t key = block_max(best_key<L>(logits, first, first + min(chunk, p.vocab - first)), shared);
         if (threadIdx.x == 0) {
             atomicMax(reinterpret_cast<unsigned long long *>(keys + row), static_cast<unsigned long long>(key));
         }
@@ -134,13 +134,14 @@ __device__ __forceinline__ void verify_full(const VerifyParams &p) {
 
 }  // namespace specrs
 
-#define SPECRS_VERIFY(name, mode, logit, threads)                                                                     \
-    extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ specrs::VerifyParams p) {      \
+#define SPECRS_VERIFY(name, mode, logit, threads, resident)                                                           \
+    extern "C" __global__ void __launch_bounds__(threads, resident)                                                   \
+        name(const __grid_constant__ specrs::VerifyParams p) {                                                         \
         specrs::mode<specrs::logit>(p);                                                                                \
     }
-SPECRS_VERIFY(verify_walk_f32, verify_walk, LogitF32, 1024)
-SPECRS_VERIFY(verify_walk_bf16, verify_walk, LogitBf16, 1024)
-SPECRS_VERIFY(verify_walk_f16, verify_walk, LogitF16, 1024)
-SPECRS_VERIFY(verify_full_f32, verify_full, LogitF32, 256)
-SPECRS_VERIFY(verify_full_bf16, verify_full, LogitBf16, 256)
-SPECRS_VERIFY(verify_full_f16, verify_full, LogitF16, 256)
+SPECRS_VERIFY(verify_walk_f32, verify_walk, LogitF32, 1024, 1)
+SPECRS_VERIFY(verify_walk_bf16, verify_walk, LogitBf16, 1024, 1)
+SPECRS_VERIFY(verify_walk_f16, verify_walk, LogitF16, 1024, 1)
+SPECRS_VERIFY(verify_full_f32, verify_full, LogitF32, 256, 4)
+SPECRS_VERIFY(verify_full_bf16, verify_full, LogitBf16, 256, 4)
+SPECRS_VERIFY(verify_full_f16, verify_full, LogitF16, 256, 4)

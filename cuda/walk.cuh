@@ -123,9 +123,11 @@ static __device__ void gather_walks(const VerifyParams &p, int32_t live) {
         const int32_t length = __ldcg(lengths + request), begin = out_offsets[request];
         const int32_t node = reinterpret_cast<const int32_t *>(p.offsets)[request];
         const int32_t *walked = walk_paths + request * p.max_path, *drawn = walk_tokens + request * p.max_path;
-        for (int32_t d = threadIdx.x % 32; d < max(length, 1); d += 32) {
-            // The first entry is there to be read, whatever it holds.
-            const int32_t n = __ldcg(walked + d), token = __ldcg(drawn + d);
+        for (int32_t first = 0; first < max(length, 1); first += 32) {
+            // Loaded while the length is: entries behind it are there to be read, whatever they hold.
+            const int32_t d = first + static_cast<int32_t>(threadIdx.x % 32);
+            const bool there = d < p.max_path;
+            const int32_t n = there ? __ldcg(walked + d) : 0, token = there ? __ldcg(drawn + d) : 0;
             if (d < length) {
                 paths[begin + d] = n;
                 rows[begin + d] = node + n;

@@ -20,9 +20,9 @@ pub const MAX_SAMPLED_VOCAB: usize = 1 << 18;
 /// Threads and warps of a block: `THREADS` and `WARPS` of the kernel.
 const THREADS: u32 = 512;
 const WARPS: usize = THREADS as usize / 32;
-/// Blocks of a request, where the GPU has clusters: the first of these of which all requests run at once, else the last one that
-/// holds a whole row.
-const CLUSTERS: [u32; 3] = [16, 8, 4];
+/// Blocks of a request, where the GPU has clusters: the first of these of which all requests run at once, even where they hold
+/// no whole row; else the last one that does.
+const CLUSTERS: [u32; 4] = [16, 8, 4, 2];
 /// Logits that a warp's lanes take at a time: `TURN` of the kernel.
 const TURN: usize = 128;
 /// Bytes of shared memory of a block beside the logits: no less than the kernel has.

@@ -13,8 +13,10 @@ use crate::device::view::DeviceSlice;
 use crate::error::{Result, in_range};
 use crate::overlap::{Operand, Span, disjoint};
 
-/// Blocks that share a row in mode full: `CHUNKS` of the kernel.
-const CHUNKS: u32 = 16;
+/// Blocks of mode full that run on a multiprocessor at once, by the kernel's registers.
+const FULL_RESIDENT: u32 = 4;
+/// Blocks that share a row in mode full, at most.
+const MOST_CHUNKS: u32 = 16;
 /// Largest batch that is verified in mode full where the caller leaves the choice.
 const FULL_REQUESTS: usize = 2;
 /// Largest `gridDim.y`: rows of mode full.
@@ -220,7 +222,7 @@ impl VerifyGreedy {
         };
         let (function, grid, block) = match mode {
             VerifyMode::Walk => (self.walk[float], (requests as u32, 1, 1), 1024),
-            VerifyMode::Full => (self.full[float], (CHUNKS, nodes as u32, 1), 256),
+            VerifyMode::Full => (self.full[float], (chunks(context.multiprocessors(), nodes), nodes as u32, 1), 256),
         };
         let _current = context.enter()?;
         // SAFETY: the module is loaded for the process and its context is current. Addresses and sizes come from views,
@@ -229,9 +231,22 @@ impl VerifyGreedy {
     }
 }
 
+/// Blocks that share each of `nodes` rows in mode full: as many as all run at once, since a second wave of blocks waits for memory
+/// as long as the first.
+fn chunks(multiprocessors: u32, nodes: usize) -> u32 {
+    (FULL_RESIDENT * multiprocessors / nodes.max(1) as u32).clamp(1, MOST_CHUNKS)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rows_are_cut_so_that_all_blocks_run_at_once() {
+        for (nodes, want) in [(1, 16), (33, 16), (34, 15), (64, 8), (128, 4), (528, 1), (1024, 1), (65_535, 1)] {
+            assert_eq!(chunks(132, nodes), want, "{nodes} nodes");
+        }
+    }
 
     #[test]
     fn scratch_holds_every_region() {

@@ -19,8 +19,8 @@ if not torch.cuda.is_available():
 if not device.cuda_available():
     pytest.skip(f"no CUDA kernels: {device.cuda_unavailable_reason()}", allow_module_level=True)
 
-# Batches by which an H100 has groups of 16, 8 and 4 blocks, the last one more than run at once.
-BATCHES = [1, 7, 12, 64]
+# Batches by which an H100 has groups of 16, 8, 4 and 2 blocks, and more than run at once.
+BATCHES = [1, 7, 12, 24, 64, 70]
 
 pytestmark = pytest.mark.usefixtures("no_fault_is_left")
 

@@ -175,6 +175,22 @@ def test_walks_over_a_large_vocabulary(canaries, full):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nodes", [1, 33, 40, 64, 200, 600])
+def test_a_row_in_any_number_of_blocks(canaries, nodes, dtype):
+    """132 multiprocessors share each row in 16 blocks, 16, 13, 8, 2 and 1."""
+    rng, vocab = random.Random(nodes), 5003
+    parents = [[-1, *(rng.randrange(max(0, j - 3), j) for j in range(1, nodes))]]
+    tokens = [[rng.randrange(vocab) for _ in range(nodes)]]
+    logits = steered_logits(rng, parents, tokens, vocab, dtype)
+    # The largest logits lie at the ends of parts too.
+    for row in range(nodes):
+        chunk = (-(-vocab // rng.choice((1, 2, 8, 13, 16))) + 7) // 8 * 8
+        logits[row, min(rng.randrange(16) * chunk + rng.choice((0, chunk - 1)), vocab - 1)] = 8.0
+    want = host(parents, tokens, logits, [3])
+    check(run(canaries, parents, tokens, logits, [3], full=True), want, parents, [3])
+
+
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ties_go_to_the_lower_token_and_the_first_child(canaries, full, dtype):
