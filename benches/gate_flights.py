@@ -44,7 +44,7 @@ from specrs.models.acceptance import read_acceptance
 
 # Milliseconds on an H100, by the levels of drafts: rounds of 1 request (part "rounds" of `gpu/first.py`), and of 8, by
 # the time between rounds of its part "queue", of which no result is kept.
-ROUNDS = {1: {0: 0.375, 1: 0.52, 3: 0.78, 6: 0.96}, 8: {0: 0.42, 1: 0.68, 3: 0.95, 6: 1.17}}
+ROUNDS = {1: {0: 0.34, 1: 0.52, 3: 0.73, 6: 0.92}, 8: {0: 0.42, 1: 0.68, 3: 0.95, 6: 1.17}}
 # A prompt, and passes of a head that begins behind a prompt or later.
 PROMPT, ENTER, RESUME = 1.7, 0.15, 0.68
 # The host's part: in a round, the more that it does for a round behind no other and for a head that begins.

@@ -35,9 +35,6 @@ const MERGE_RESIDENT: u32 = 16;
 const WIDE_MERGE_RESIDENT: u32 = 6;
 /// Tiles for each block of the grid, up to which the workspace holds every split of each. Beyond, tiles fill the GPU.
 const PARALLEL_WAVES: u64 = 2;
-/// The same where one request of the most queries fills the GPU, as a pass over a long prompt does: of its passes the last alone has
-/// splits.
-const PROMPT_WAVES: u64 = 1;
 
 /// Sizes that a launch's workspace follows from: capacities, not what a batch holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -75,7 +72,7 @@ pub(super) struct Tiling {
     pub(super) header: u64,
     /// Bytes of a slot.
     pub(super) slot: u64,
-    /// Slots with which every split of [`PARALLEL_WAVES`] or [`PROMPT_WAVES`] tiles a block has its own.
+    /// Slots with which every split of [`PARALLEL_WAVES`] tiles a block has its own.
     pub(super) slots: u64,
 }
 
@@ -190,8 +187,6 @@ pub(super) fn tiling(size: &AttentionSize, gpu: Gpu) -> Result<Tiling> {
     }
     let resident = (gpu.shared.1 / (shared + RESERVED_SHARED)).clamp(1, RESIDENT);
     let grid = u64::from(gpu.multiprocessors * resident).min(items).max(1);
-    let request_tiles = u64::from(size.kv_heads) * request_rows.div_ceil(rows.into());
-    let waves = if fills(request_tiles, grid) { PROMPT_WAVES } else { PARALLEL_WAVES };
     let slot_rows = request_rows.min(rows.into()) as u32;
     let merge_rows = u64::from(size.requests) * all_rows;
     let merge_resident = if rows == WIDE_ROWS { WIDE_MERGE_RESIDENT } else { MERGE_RESIDENT };
@@ -206,13 +201,8 @@ pub(super) fn tiling(size: &AttentionSize, gpu: Gpu) -> Result<Tiling> {
         merge_grid: merge_grid as u32,
         header: (4 * (2 + 2 * u64::from(size.requests))).next_multiple_of(256),
         slot: u64::from(slot_rows) * (u64::from(size.head_dim) * 4 + 8),
-        slots: grid.max(tiles.min(waves * grid) * splits),
+        slots: grid.max(tiles.min(PARALLEL_WAVES * grid) * splits),
     })
-}
-
-/// Whether whole tiles keep at least 7 of 8 blocks busy to the end, where `attend` splits none: `serial` of the kernel.
-fn fills(tiles: u64, grid: u64) -> bool {
-    tiles * 8 >= tiles.div_ceil(grid) * grid * 7
 }
 
 /// A launch of clusters in the place of `attend`'s, with the tiles and slots of its [`Tiling`].
@@ -331,15 +321,6 @@ mod tests {
                     }
                 }
             }
-        }
-    }
-
-    #[test]
-    fn passes_over_a_prompt_that_fill_the_gpu_have_slots_for_a_tile_a_block() {
-        let slots = |queries| tiling(&llama(1, queries, 131_072), H200).unwrap().slots;
-        // Tiles of 32 queries and a head: 230 of them leave too many of 264 turns idle, from 231 on they fill the GPU.
-        for (queries, tiles) in [(512, 128), (544, 136), (896, 224), (928, 132), (2048, 132)] {
-            assert_eq!(slots(queries), tiles * 129, "{queries} queries");
         }
     }
 

@@ -98,7 +98,7 @@ def test_what_the_gpu_does_not_run_runs_on_the_cpu_with_a_warning(tmp_path: Path
         assert LLM(pair.target, pair.draft, tree=(4, 8, 32)).device.startswith("cpu (not the GPU: tree = (4, 8, 32)")
     with warnings.catch_warnings():  # options that the CPU alone has say what is meant
         warnings.simplefilter("error")
-        for options in ({"kv_dtype": "float32"}, {"attention_backend": "triton"}):
+        for options in ({"kv_dtype": "float32"}, {"attention_backend": "flashinfer"}):
             assert LLM(pair.target, **options).device.startswith("cpu (not the GPU: ")
     with pytest.raises(ConfigError, match="num_pages = 0"):  # wrong on both
         LLM(pair.target, num_pages=0)
