@@ -75,6 +75,9 @@ class MissingPackageError(ConfigError):
             "attention_backend='native' needs none"
         )
 
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.backend, self.package, self.oldest, self.found)
+
 
 class AttentionBackend:
     """A kernel family that an engine keeps as its attention. Subclasses declare what they can do, and do it."""

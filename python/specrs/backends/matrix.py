@@ -82,7 +82,7 @@ def row_of(capabilities: Capabilities, device: Device) -> Row | None:
 
 def on_device(backend: object, device: Device) -> AttentionBackend | None:
     """Return the backend as it is on a device (specrs's own has kernels of its own for each), or ``None`` where it does
-    not run there.
+    not run there. A user's class runs on the CPU by its own code, whatever its name.
 
     Raises:
         ConfigError: the backend declares a flag that has no meaning.
@@ -90,8 +90,9 @@ def on_device(backend: object, device: Device) -> AttentionBackend | None:
     row = row_of(Capabilities.of(backend), device)
     if row is None:
         return None
-    swapped = isinstance(backend, tuple(r.backend for r in MATRIX)) and not isinstance(backend, row.backend)
-    return row.backend() if swapped else cast(AttentionBackend, backend)
+    if type(backend) in {r.backend for r in MATRIX}:
+        return backend if isinstance(backend, row.backend) else row.backend()
+    return cast(AttentionBackend, backend) if device == _OWN.device else None
 
 
 def why_not_gpu_only(capabilities: Capabilities, device: Device, recurrent_state: bool) -> str | None:

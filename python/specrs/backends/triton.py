@@ -11,6 +11,7 @@ import re
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from specrs._specrs import ConfigError
 from specrs.backends.base import AttentionBackend, MissingPackageError, Step
 
 if TYPE_CHECKING:
@@ -80,17 +81,31 @@ class TritonCuda(AttentionBackend):
     def attend(
         self, prepared: Step, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """As `AttentionBackend.attend`, with q and the result of the pool's type."""
+        """As `AttentionBackend.attend`, with q and the result of the pool's type.
+
+        Args:
+            prepared: a step whose ``kv_indptr`` is as long as the pass has lists, and one more.
+
+        Raises:
+            ConfigError: keys and values lie differently in memory, or heads within a slot are not contiguous.
+            MissingPackageError: triton is not installed, or too old.
+        """
         import torch
 
-        module, step = kernels(), prepared
+        if keys.stride() != values.stride() or keys.stride()[1:] != (keys.shape[2], 1):
+            raise ConfigError(
+                f"keys, values = strides {keys.stride()}, {values.stride()}: must be equal, and the heads of a slot "
+                f"contiguous, (any, {keys.shape[2]}, 1)"
+            )
+        module, step, q = kernels(), prepared, q.contiguous()
         out = torch.empty_like(q)
         space = torch.empty(module.workspace(q.device, q.shape[2]), dtype=torch.uint8, device=q.device)
         lists = step.arrays["kv_indptr"].numel() - 1
-        module.attention(
-            q, keys, values, out, step.arrays, phase=step.phase, sequences=lists, most_queries=step.queries,
-            scale=scale, space=space,
-        )  # fmt: skip
+        with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+            module.attention(
+                q, keys, values, out, step.arrays, phase=step.phase, sequences=lists, most_queries=step.queries,
+                scale=scale, space=space,
+            )  # fmt: skip
         return out
 
 
@@ -109,6 +124,17 @@ def kernels() -> ModuleType:
     from specrs.backends import triton_kernels
 
     return triton_kernels
+
+
+def check_driver() -> None:
+    """Raise ConfigError where triton cannot launch kernels: it builds a module for that, once, by a C compiler."""
+    import triton
+
+    try:
+        triton.runtime.driver.active.get_current_target()
+    except Exception as error:
+        why = f"triton {triton.__version__} finds no driver; it needs a GPU, and a C compiler (cc) to build its module"
+        raise ConfigError(f"attention_backend = {Triton.name!r}: {why}: {error}") from error
 
 
 def _release(version: str) -> tuple[int, ...]:

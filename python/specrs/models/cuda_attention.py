@@ -10,7 +10,7 @@ import torch
 from specrs import _specrs as core
 from specrs._specrs import ConfigError, Plan, TreeShape
 from specrs.backends import AttentionBackend, Capabilities, NativeCuda, TritonCuda
-from specrs.backends.triton import kernels
+from specrs.backends.triton import check_driver, kernels
 from specrs.models.cuda import CudaDense, DevicePlan
 from specrs.models.ops import Heads, KvMemory
 
@@ -127,12 +127,16 @@ class NativeKernels:
 
 
 class TritonKernels:
-    """Kernels in Triton over the arrays of the format ``"triton"``. Raises MissingPackageError without triton."""
+    """Kernels in Triton over the arrays of the format ``"triton"``.
+
+    Raises MissingPackageError without triton, and ConfigError where it cannot launch kernels.
+    """
 
     capabilities = Capabilities.of(TritonCuda())
 
     def __init__(self) -> None:
         self._kernels = kernels()
+        check_driver()
 
     def workspace(
         self,

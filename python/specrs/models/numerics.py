@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ def numerics(ops: Ops, weights: Iterable[tuple[str, Linear]]) -> dict[str, Any]:
         found |= {key: products[key] for key in ("device", "capability", "driver_cuda", "cublaslt", "cublaslt_path")}
         if ops.attention.capabilities.format == "native":
             found["attention_rule"] = rule
+        else:  # whose bits depend on the batch, too
+            found["triton"] = version("triton")
         if not products["contract"]:  # a bench's choice
             found["products"] = "the fastest algorithm of any class for each number of rows: NOT exact, for a bench"
     else:

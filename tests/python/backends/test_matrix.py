@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import pickle
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from modelzoo import Pair
 from specrs import LLM, ConfigError, SamplingParams
@@ -267,3 +269,35 @@ def test_a_package_that_is_missing_or_too_old_is_named(
     error = caught.value
     assert (error.backend, error.package, error.oldest, error.found) == ("triton", "triton", "3.6", installed)
     device_attention(NativeCuda())
+
+
+class Renamed(Triton):
+    """A user's own, under the name of specrs's."""
+
+
+class Namesake:
+    """A user's own that is no subclass, under the name of specrs's."""
+
+    name = format = "triton"
+    prepare = attend = Triton().prepare
+
+
+@pytest.mark.parametrize("mine", [Renamed(), Namesake()], ids=["subclass", "namesake"])
+def test_a_users_class_is_not_replaced_by_one_of_its_name(mine: Any) -> None:
+    assert on_device(mine, "cpu") is mine
+    assert on_device(mine, "cuda") is None
+
+
+def test_what_is_missing_can_be_pickled() -> None:
+    error = MissingPackageError("triton", "triton", "3.6", None)
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.oldest, again.found) == (str(error), "3.6", None)
+
+
+def test_keys_and_values_that_lie_differently_are_refused() -> None:
+    pool = torch.zeros(8, 2, 2, 64, dtype=torch.float16)
+    q, values = torch.zeros(1, 2, 64, dtype=torch.float16), torch.zeros(8, 2, 64, dtype=torch.float16)
+    step: Any = None
+    for keys, others in ((pool[:, 0], values), (values.transpose(1, 2), values.transpose(1, 2))):
+        with pytest.raises(ConfigError, match="keys, values = strides"):
+            TritonCuda().attend(step, keys, others, q, 1.0)

@@ -236,7 +236,8 @@ class Engine:
         words = tables * g.row_pages + 16 * (c.prefill_chunk + b) + 4 * nodes * 28
         yield "page tables, plans, trees and scratch", words * 4 + _SCRATCH
         if lists := format_arrays(c, g, head is not None):
-            uploaded = 8 * b * c.max_context_len  # lists of a pass that the host plans
+            # Lists of a pass that the host plans, of a draft step for each branch, and of the one before.
+            uploaded = 2 * 8 * b * c.max_context_len * (g.shape.topk if head is not None else 1)
             yield f"arrays of the format {c.backend.format!r}", core._DeviceArena.count(lists) + uploaded
         yield "the page that padding writes to", self.page_bytes
         yield "rounding of torch's allocator", tensors * _ROUNDING
