@@ -253,8 +253,8 @@ def test_models_and_engine_name_no_device_and_no_dtype() -> None:
         for path in (PACKAGE / folder).rglob("*.py")
         if re.search(r"torch\.(float|bfloat)\d+|[\"'](cpu|cuda)[\"':]|\.(cpu|cuda)\(", path.read_text())
     }
-    # cuda.py: what a GPU is; config.py: the option by which a user names one; placing.py: which is taken if none does;
-    # given.py, launched.py, launches.py: what the words of a kernel are.
+    # cuda.py, cuda_attention.py: what a GPU is; config.py: the option by which a user names one; placing.py: which is
+    # taken if none does; given.py, launched.py, launches.py: what the words of a kernel are.
     assert named == {
         "placement.py",
         "weight_files.py",
@@ -262,6 +262,7 @@ def test_models_and_engine_name_no_device_and_no_dtype() -> None:
         "rope.py",
         "dense.py",
         "cuda.py",
+        "cuda_attention.py",
         "config.py",
         "placing.py",
         "given.py",
