@@ -65,9 +65,11 @@ def config_of(form: str, sizes: Sizes, target_layers: int) -> dict[str, Any]:
     if form == "SpecForge":
         section = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": outputs}
         return {**flat, **flags, "eagle_config": section}
-    if form == "AngelSlim":  # names no layers: (2, n/2, n-3)
-        assert sizes.streams == (2, target_layers // 2, target_layers - 3) and not flags
-        return {**flat, "architectures": ["Eagle3LlamaForCausalLM"]}
+    if form == "AngelSlim":  # names no layers where they are (2, n/2, n-3)
+        assert not flags
+        usual = sizes.streams == (2, target_layers // 2, target_layers - 3)
+        names = {} if usual else {"aux_hidden_states_layer_ids": outputs}
+        return {**flat, **names, "architectures": ["Eagle3LlamaForCausalLM"]}
     if form == "NVIDIA":
         section = {
             "eagle_aux_hidden_state_layer_ids": [], "use_aux_hidden_state": True, "next_layer_regular": True,

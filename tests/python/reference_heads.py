@@ -1,6 +1,7 @@
 """EAGLE-3 heads of every published form, restated: plain torch in f64 over a whole row at once, without cache or plan.
 
-Written from the trainers' code and from vLLM's and sglang's readers of it; it shares nothing with specrs. `Sizes` says
+It follows vLLM's and sglang's readers of the files, also where a trainer's code differs (SpecForge's `norm_output`,
+AngelSlim's rotary base), and shares nothing with specrs. `Sizes` says
 what a head is, `Weights` are its tensors by the names of this file, and `logits_of` is its forward pass.
 """
 

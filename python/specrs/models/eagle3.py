@@ -10,6 +10,7 @@ and vLLM, or behind it where the configuration says so (`norm_output`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -28,6 +29,8 @@ from specrs.models.loader import Checkpoint
 from specrs.models.ops import KvMemory, Linear, Ops
 from specrs.models.placement import HOST
 from specrs.models.rope import rope_tables
+
+_logger = logging.getLogger(__name__)
 
 
 class Eagle3Head:
@@ -87,9 +90,13 @@ class Eagle3Head:
         """Loads a head's directory (config.json, weights, perhaps acceptance.json) and checks it against its target.
 
         Raises DraftMismatchError, UnsupportedModelError or ModelFileError, all `ConfigError`s; the target is then as
-        it was.
+        it was. Logs the configuration's notes.
         """
-        return cls(*open_head(directory, ops.placement), ops, target, read_acceptance(directory))
+        config, weights = open_head(directory, ops.placement)
+        head = cls(config, weights, ops, target, read_acceptance(directory))
+        for note in config.notes:
+            _logger.warning("%s: %s", directory, note)
+        return head
 
     @staticmethod
     def check(directory: str | Path, target: ModelConfig) -> tuple[HeadConfig, dict[str, tuple[int, ...]]]:

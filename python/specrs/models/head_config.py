@@ -20,6 +20,7 @@ from specrs.models.head_forms import (
     HARMLESS,
     LAYER,
     LAYER_DEFAULTS,
+    NEUTRAL,
     NORM_KEYS,
     READ,
     Form,
@@ -28,10 +29,9 @@ from specrs.models.head_forms import (
 from specrs.models.live import model_json
 from specrs.models.reading import Reader
 
-# Families of the layers that nested configurations name; those differ in biases and in q_norm and k_norm, whose tensors
-# the file of weights has or lacks.
-_FAMILIES = {FAMILIES[f"{name}ForCausalLM"].model_type: FAMILIES[f"{name}ForCausalLM"]
-             for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}  # fmt: skip
+# Families of the layers that nested configurations name: those whose defaults `LAYER_DEFAULTS` has. They differ in
+# q_norm and k_norm, whose tensors the file of weights has or lacks.
+_FAMILIES = {"llama": FAMILIES["LlamaForCausalLM"], "qwen3": FAMILIES["Qwen3ForCausalLM"]}
 _DEFAULT_AUX = 3
 
 
@@ -97,8 +97,6 @@ class Eagle3Config(LayerConfig):
         )
         if before_fc and each:
             get.refuse("fc_norm", True, "norm_before_fc is true, too: one of the two norms stands before fc")
-        if (scale := get.number("logit_scale", 1.0)) != 1.0:
-            get.refuse("logit_scale", scale, "only 1.0 is implemented")
         aux = _aux_layers(get, section)
         count = _DEFAULT_AUX if aux is None else len(aux)
         if (said := get.integer("num_aux_hidden_states", count)) != count:
@@ -117,7 +115,7 @@ class Eagle3Config(LayerConfig):
             fc_norm=each,
             norm_output=output,
             form=form,
-            notes=_notes(get, form),
+            notes=_notes(get, form, layer.rope.theta),
         )
 
     @property
@@ -197,7 +195,8 @@ class Eagle1Config(LayerConfig):
             get.refuse("num_hidden_layers", layers, "EAGLE-1 and EAGLE-2 heads have one layer")
         _check_windows(get, family, layers)
         layer = layer_config(get, family)
-        return cls(**vars(layer), vocab_size=get.integer("vocab_size"), form=form, notes=_notes(get, form))
+        notes = _notes(get, form, layer.rope.theta)
+        return cls(**vars(layer), vocab_size=get.integer("vocab_size"), form=form, notes=notes)
 
     @property
     def form_name(self) -> str:
@@ -252,7 +251,19 @@ def _checked(get: Reader, form: Form) -> Family:
         get.refuse("transformer_layer_config.model_type", kind, why)
     family = FAMILIES[form.family] if kind is None else _FAMILIES[str(kind)]
     check_arithmetic(get, family)
+    _check_keys(get)
     return family
+
+
+def _check_keys(get: Reader) -> None:
+    """Refuse keys that change what nothing here computes, and unknown ones that may name layers."""
+    for key, value in get.raw.items():
+        if value is not None and key in NEUTRAL and value not in NEUTRAL[key]:
+            allowed = " or ".join(str(one).lower() for one in (*NEUTRAL[key], "null"))
+            get.refuse(key, value, f"it changes the head's numbers, which is not implemented; {allowed} works")
+        if isinstance(value, list) and value and "layer_ids" in key and key not in READ:
+            known = ", ".join(f"{within}.{one}" if within else one for one, within, _ in AUX_KEYS)
+            get.refuse(key, value, f"unknown, and may name the features' layers; known: {known}")
 
 
 def _check_windows(get: Reader, family: Family, layers: int) -> None:
@@ -276,24 +287,44 @@ def _check_section(get: Reader, section: Mapping[str, Any]) -> None:
 
 
 def _switched(get: Reader, section: Reader, keys: tuple[str, ...]) -> bool:
-    """Return whether one of the keys is true, beside the others or in `eagle_config`."""
-    said = [place.boolean(key, False) for key in keys for place in (get, section)]  # each must be true or false
-    return any(said)
+    """Return whether the keys are true, beside the others or in `eagle_config`. All that are there must agree."""
+    said = [
+        (key if place is get else f"eagle_config.{key}", place.boolean(key, False))
+        for key in keys
+        for place in (get, section)
+        if place.raw.get(key) is not None
+    ]
+    for name, value in said[1:]:
+        if value != said[0][1]:
+            why = f"{said[0][0]} is {str(said[0][1]).lower()}, and both switch the same norm; give both one value"
+            get.refuse(name, value, why)
+    return any(value for _, value in said)
 
 
-def _notes(get: Reader, form: Form) -> tuple[str, ...]:
+def _notes(get: Reader, form: Form, theta: float) -> tuple[str, ...]:
     notes = []
     unknown = sorted(key for key in get.raw if key not in READ and key not in HARMLESS)
     if unknown:
         notes.append(f"config.json has keys that nothing here reads: {', '.join(unknown)}")
     if form.speculators == "eagle3" and get.raw.get("norm_before_residual") is None:
         notes.append("norm_before_residual is absent and taken as false, as speculators does; vLLM takes it as true")
+    if get.raw.get("architectures") == ["LlamaForCausalLMEagle3"] and get.raw.get("norm_output") is not None:
+        notes.append(
+            "norm_output: in SpecForge's trainer it says whether the last norm stands before lm_head; here, as in "
+            "sglang and vLLM, that norm always does, and the key says whether a draft step passes on its output"
+        )
+    if get.raw.get("architectures") == ["Eagle3LlamaForCausalLM"] and theta != 10000:
+        notes.append(
+            f"rope_theta = {theta:.0f}: AngelSlim's trainer does not read the key and takes 10000; here it counts, as "
+            "in sglang and vLLM"
+        )
     return tuple(notes)
 
 
 def _aux_layers(get: Reader, section: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Layers whose input is captured, by `AUX_KEYS`; ``None`` for the default, for which NVIDIA writes an empty
-    list."""
+    """Layers whose input is captured, by all of `AUX_KEYS` that have numbers; ``None`` for the default, for which
+    NVIDIA writes an empty list."""
+    first: tuple[str, tuple[int, ...]] | None = None
     for key, within, shift in AUX_KEYS:
         ids = (get.raw if within is None else section).get(key)
         if ids is None or ids == []:
@@ -304,8 +335,16 @@ def _aux_layers(get: Reader, section: Mapping[str, Any]) -> tuple[int, ...] | No
         for layer in ids:
             if isinstance(layer, bool) or not isinstance(layer, int) or not -shift <= layer <= 4096:
                 get.refuse(name, ids, f"must be layer numbers >= {-shift}")
-        return tuple(layer + shift for layer in ids)
-    return None
+        streams = tuple(layer + shift for layer in ids)
+        if first is None:
+            first = (name, streams)
+        elif streams != first[1]:
+            why = (
+                f"the inputs of layers {[*streams]}, where {first[0]} names those of {[*first[1]]}; keep the key by "
+                "which the head was trained"
+            )
+            get.refuse(name, ids, why)
+    return None if first is None else first[1]
 
 
 def parts(config: HeadConfig, tensors: Container[str]) -> str | None:

@@ -35,6 +35,12 @@ def open_head(directory: str | Path, placement: Placement) -> tuple[HeadConfig, 
     if form.kind == "eagle1":
         return Eagle1Config.from_dict(raw, path, form), weights
     config = Eagle3Config.from_dict(raw, path, form)
+    if raw.get("tie_word_embeddings") and "embed_tokens.weight" in weights and "lm_head.weight" not in weights:
+        why = (
+            "the file has embed_tokens.weight and no lm_head.weight, and servers would score by these embeddings: "
+            "not implemented; add lm_head.weight, or set false for the target's lm_head"
+        )
+        raise UnsupportedModelError("tie_word_embeddings", raw["tie_word_embeddings"], why, path)
     numbers = [name.split(".")[1] for name in weights if name.startswith("layers.")]
     layers = 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
     if layers != config.num_layers and not (layers == 1 and form.says_target_layers):

@@ -150,15 +150,17 @@ transformers."""
 AUX_KEYS = (
     ("eagle_aux_hidden_state_layer_ids", None, 0),
     ("aux_hidden_state_layer_ids", None, 0),
+    ("aux_hidden_states_layer_ids", None, 1),
     ("eagle_aux_hidden_state_layer_ids", "eagle_config", 1),
     ("target_layer_ids", None, 1),
 )
 """Keys that name the features' layers: the key, the object that has it, and what makes its numbers those of residual
-streams, of which 0 is the embedding and i enters layer i. The first key with numbers counts.
+streams, of which 0 is the embedding and i enters layer i. Keys with numbers must name the same streams.
 
-Beside the other keys (speculators, vLLM) the numbers are streams. Inside `eagle_config` (SpecForge, sglang) they are
-layers whose output is meant; sglang adds 1 to them in `set_eagle3_layers_to_capture`, while its default (2, n/2, n-3)
-is streams already. DeepSpec's `target_layer_ids` are outputs too, -1 that of the embedding.
+Beside the other keys (speculators, vLLM) the numbers are streams, but for AngelSlim's `aux_hidden_states_layer_ids`,
+whose trainer takes `hidden_states[i + 1]`. Inside `eagle_config` (SpecForge, sglang) they are layers whose output is
+meant; sglang adds 1 to them in `set_eagle3_layers_to_capture`, while its default (2, n/2, n-3) is streams already.
+DeepSpec's `target_layer_ids` are outputs too, -1 that of the embedding.
 """
 
 NORM_KEYS = {
@@ -166,6 +168,14 @@ NORM_KEYS = {
 }  # fmt: skip
 """Keys, here or in `eagle_config`, that switch on a norm: of all features before `fc`, of each of them, and of what a
 draft step passes to the next."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "is_neox_style": (True,), "rope_is_neox_style": (True,), "input_embedding_scale": (1,),
+    "embedding_multiplier": (1,), "output_multiplier": (1,), "logits_scaling": (1,), "logit_scale": (1,),
+    "residual_multiplier": (1,), "attention_multiplier": (), "final_logit_softcapping": (),
+    "attn_logit_softcapping": (), "attn_output_gate": (False,),
+}  # fmt: skip
+"""Keys that change numbers in a way that no head here computes, and the values that change none; null is always one."""
 
 EAGLE_CONFIG: Mapping[str, tuple[Any, ...] | None] = {
     "use_aux_hidden_state": (True,), "use_input_layernorm_in_first_layer": (True,), "use_last_layernorm": (True,),
@@ -184,17 +194,18 @@ READ = frozenset(
         "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings",
         "partial_rotary_factor", "hidden_act", "hidden_activation", "is_causal", "use_bidirectional_attention",
         "add_cross_attention", "is_encoder_decoder", "layer_types", "sliding_window", "use_sliding_window",
-        "max_window_layers", "norm_before_residual", "logit_scale", "num_aux_hidden_states", "num_target_layers",
+        "max_window_layers", "norm_before_residual", "num_aux_hidden_states", "num_target_layers",
         "quantization_config", "compression_config",
         *(key for key, section, _ in AUX_KEYS if section is None),
         *(key for keys in NORM_KEYS.values() for key in keys),
+        *NEUTRAL,
     )
 )  # fmt: skip
 """Keys of config.json that are read, or refused where their value cannot be honoured."""
 
 HARMLESS = frozenset(
     (
-        # The file decides: biases, embeddings and products of its own.
+        # The file decides: biases, embeddings and products of its own (`head_files` refuses ties that contradict it).
         "attention_bias", "mlp_bias", "bias", "qkv_bias", "tie_word_embeddings", "attention_dropout",
         # Training, and software that runs the head.
         "ttt_length", "step_loss_decay", "draft_num_hidden_layers", "embed_requires_grad", "enable_sp_ulysses",

@@ -34,6 +34,7 @@ FORMS: dict[str, tuple[str, Sizes]] = {
     "EAGLE-3.1": ("SpecForge", Sizes(fc_norm=True, norm_output=True)),
     "SpecForge, layers": ("SpecForge", Sizes(layers=2, later_norm="hidden_norm", norm_output=True)),
     "AngelSlim": ("AngelSlim", Sizes(hidden=64, own_embedding=False)),
+    "AngelSlim, layers": ("AngelSlim", Sizes(streams=(0, 4, 5))),
     "NVIDIA": ("NVIDIA", Sizes(norm_before_fc=True, biases=True)),
     "DeepSpec": ("DeepSpec", Sizes(streams=(0, 1, 2, 4, 5), qk_norm=True, draft_vocab=None)),
     "DeepSpec, all": (
@@ -70,7 +71,9 @@ def test_the_configuration_says_what_was_trained(tmp_path: Path, name: str) -> N
     headzoo.write_head(tmp_path / "head", form, sizes, TARGET_LAYERS)
     config = Eagle3Config.from_directory(tmp_path / "head")
     assert config.aux_layers_for(modelzoo.ModelConfig.from_directory(target)) == sizes.streams
-    assert config.num_layers == sizes.layers and config.notes == ()
+    assert config.num_layers == sizes.layers
+    noted = ["norm_output"] if form == "SpecForge" and sizes.norm_output else []
+    assert [note.split(":")[0] for note in config.notes] == noted
     for what in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
         assert getattr(config, what) == getattr(sizes, what), what
 

@@ -18,12 +18,14 @@ from specrs.models import (
     DraftMismatchError,
     Eagle3Config,
     Eagle3Head,
+    LlamaModel,
     ModelConfig,
     ModelFileError,
     UnsupportedModelError,
+    torch_ops,
 )
 from specrs.models.cuda import why_not
-from specrs.models.head_forms import FORMS, OTHERS, form_of, plain_name
+from specrs.models.head_forms import FORMS, NEUTRAL, OTHERS, form_of, plain_name
 from specrs.models.head_table import BEGIN, END, main, table
 
 _LAYER = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4,
@@ -120,6 +122,26 @@ def head(directory: Path, **options: Any) -> tuple[ModelConfig, Path, dict[str, 
         ({"layer_types": ["sliding_attention"]}, UnsupportedModelError, "layer_types"),
         ({"eagle_config": {"parallel_draft_step": 4}}, UnsupportedModelError, "eagle_config.parallel_draft_step = 4"),
         ({"eagle_config": {"unheard_of": True}}, UnsupportedModelError, "eagle_config.unheard_of = True: unknown"),
+        ({"logit_scale": 2.0}, UnsupportedModelError, "logit_scale = 2.0: .*not implemented; 1 or null works"),
+        ({"final_logit_softcapping": 30.0}, UnsupportedModelError, "final_logit_softcapping = 30.0: .*; null works"),
+        ({"is_neox_style": False}, UnsupportedModelError, "is_neox_style = False: .*; true or null works"),
+        ({"attn_output_gate": True}, UnsupportedModelError, "attn_output_gate = True: .*; false or null works"),
+        ({"draft_layer_ids": [1]}, UnsupportedModelError, r"draft_layer_ids = \[1\]: unknown, .*states_layer_ids"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [1, 2, 2]}, UnsupportedModelError,
+            r"eagle_config.eagle_aux_hidden_state_layer_ids = \[1, 2, 2\]: the inputs of layers \[2, 3, 3\], where "
+            r"eagle_aux_hidden_state_layer_ids names those of \[1, 2, 2\]",
+        ),
+        (
+            {"fc_norm": True, "eagle_config": {"fc_norm": False}}, UnsupportedModelError,
+            "eagle_config.fc_norm = False: fc_norm is true",
+        ),
+        (
+            {"norm_output": False, "eagle_config": {"norm_output": True}}, UnsupportedModelError,
+            "eagle_config.norm_output = True: norm_output is false",
+        ),
+        ({"norm_before_residual": True, "eagle_config": {"norm_before_residual": False}}, UnsupportedModelError,
+         "eagle_config.norm_before_residual = False: unknown"),
     ],
     ids=str,
 )  # fmt: skip
@@ -130,6 +152,35 @@ def test_a_key_that_nothing_here_computes_is_named(
     modelzoo.edit_config(directory, **change)
     with pytest.raises(kind, match=match):
         Eagle3Head.check(directory, target)
+
+
+def test_keys_that_agree_or_change_nothing_are_taken() -> None:
+    raw = headzoo.config_of("SpecForge", Sizes(fc_norm=True), 6)
+    plain = Eagle3Config.from_dict(raw)
+    section = {**raw["eagle_config"], "fc_norm": True}
+    same = {"eagle_aux_hidden_state_layer_ids": [2, 3, 3], "aux_hidden_states_layer_ids": [1, 2, 2]}
+    neutral = {key: (*values, None)[0] for key, values in NEUTRAL.items()}
+    assert Eagle3Config.from_dict({**raw, **same, **neutral, "eagle_config": section, "some_layer_ids": []}) == plain
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2"])
+def test_a_layer_whose_defaults_are_not_known_is_named(kind: str) -> None:
+    raw = headzoo.config_of("speculators", Sizes(), 6)
+    raw["transformer_layer_config"]["model_type"] = kind
+    with pytest.raises(UnsupportedModelError, match=f"transformer_layer_config.model_type = '{kind}': .*llama, qwen3"):
+        Eagle3Config.from_dict(raw)
+
+
+def test_tied_embeddings_of_the_head_are_refused(tmp_path: Path) -> None:
+    target, directory, tensors = head(tmp_path, hidden=64, draft_vocab=None)
+    modelzoo.edit_config(directory, tie_word_embeddings=True)
+    Eagle3Head.check(directory, target)  # the file's own lm_head counts
+    del tensors["lm_head.weight"]
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"tie_word_embeddings = True: .*; add lm_head.*, or set false"):
+        Eagle3Head.check(directory, target)
+    modelzoo.edit_config(directory, tie_word_embeddings=False)
+    Eagle3Head.check(directory, target)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +227,23 @@ def test_notes_of_a_configuration() -> None:
     raw["a_new_key"] = 3
     first, second = Eagle3Config.from_dict(json.loads(json.dumps(raw))).notes
     assert "a_new_key" in first and "norm_before_residual is absent and taken as false" in second
+
+
+def test_a_trainer_that_differs_from_servers_is_noted() -> None:
+    raw = headzoo.config_of("AngelSlim", Sizes(theta=1e6), 6)
+    [note] = Eagle3Config.from_dict(raw).notes
+    assert note.startswith("rope_theta = 1000000: AngelSlim's trainer does not read the key")
+    raw = headzoo.config_of("SpecForge", Sizes(), 6)
+    [note] = Eagle3Config.from_dict({**raw, "norm_output": False}).notes
+    assert note.startswith("norm_output: in SpecForge's trainer")
+
+
+def test_notes_are_logged_once_at_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, directory, _ = head(tmp_path)
+    modelzoo.edit_config(directory, a_new_key=3)
+    target = LlamaModel.load(tmp_path / "target", torch_ops())
+    Eagle3Head.load(directory, torch_ops(), target)
+    assert caplog.messages == [f"{directory}: config.json has keys that nothing here reads: a_new_key"]
 
 
 def test_a_gpu_refuses_a_norm_wider_than_its_kernel_takes() -> None:
