@@ -33,7 +33,7 @@ from specrs import LLM, SamplingParams
 from specrs import _specrs as core
 
 GRID = {
-    "yields": (0.05, 0.1, 0.2, 0.4),
+    "steps": (0.05, 0.1, 0.2, 0.4),
     "growths": (0.02, 0.06, 0.12),
     "chances": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
     "lengths": (64, 128, 256, 512),
