@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, TypedDict, get_args
 
@@ -19,6 +18,7 @@ from specrs._specrs import TreeShape
 from specrs.backends import BACKENDS, GRAPH_LEVELS, AttentionBackend, GraphLevel
 from specrs.backends.base import DRAFT_ATTENTIONS, KV_DTYPES, LAYOUTS, DraftAttention, KvDtype, Layout
 from specrs.drafters import Drafter
+from specrs.marked import write_tables
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 """Element types in which a user may ask a model to compute."""
@@ -216,17 +216,8 @@ def table() -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table, or write it between the markers of files. Exit status 2 where one has no markers."""
-    if not argv:
-        print(table(), end="")
-    for name in argv:
-        head, begin, rest = Path(name).read_text(encoding="utf-8").partition(BEGIN)
-        _, end, tail = rest.partition(END)
-        if not begin or not end:
-            print(f"specrs: {name}: has no {BEGIN.strip()} and {END.strip()}", file=sys.stderr)
-            return 2
-        Path(name).write_text(head + begin + table() + end + tail, encoding="utf-8")
-    return 0
+    """Print the table, or write it between the markers of pages (`write_tables`)."""
+    return write_tables(argv, BEGIN, END, table())
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from specrs.marked import write_tables
 from specrs.models.head_forms import FORMS, OTHERS
 
 BEGIN = "<!-- heads: written by `make heads-table` from python/specrs/models/head_forms.py; do not edit -->\n"
@@ -29,17 +29,8 @@ def _code(names: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the tables, or write them between the markers of files. Exit status 2 where one has no markers."""
-    if not argv:
-        print(table(), end="")
-    for name in argv:
-        head, begin, rest = Path(name).read_text(encoding="utf-8").partition(BEGIN)
-        _, end, tail = rest.partition(END)
-        if not begin or not end:
-            print(f"specrs: {name}: has no {BEGIN.strip()} and {END.strip()}", file=sys.stderr)
-            return 2
-        Path(name).write_text(head + begin + table() + end + tail, encoding="utf-8")
-    return 0
+    """Print the tables, or write them between the markers of pages (`write_tables`)."""
+    return write_tables(argv, BEGIN, END, table())
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "python/specrs"
 FLOORS = [  # a module imports from its own floor and those before it
     {"_specrs", "assets", "backends", "chat", "device", "drafters"}
-    | {"engine_options", "grammar", "graph", "operands", "progress", "sampling_params"},
+    | {"engine_options", "grammar", "graph", "marked", "operands", "progress", "sampling_params"},
     {"drawing", "capsule", "models", "tools"},
     {"engine"},
     {"measuring", "serve"},

@@ -89,9 +89,9 @@ class TreePolicy:
     tail: int | None = None
 
     @classmethod
-    def fixed(cls, levels: int) -> TreePolicy:
-        """Return the policy of an engine whose trees are fixed, of up to so many levels."""
-        return cls(Costs.of_nothing(), [Kind([0.5] * levels, bucket=TokenBucket(math.inf)) for _ in range(3)])
+    def fixed(cls) -> TreePolicy:
+        """Return the policy of an engine whose trees are fixed."""
+        return cls(Costs.of_nothing(), [Kind(bucket=TokenBucket(math.inf)) for _ in range(3)])
 
     def kind(self, temperature: float) -> Kind:
         """Return the knowledge of requests with such a temperature."""

@@ -41,7 +41,7 @@ class Drafting:
         self._shape, self._page = shape, page
         self._accounts: dict[int, Account] = {}  # by request, from its first admission to its end
         self._batch = 1  # of the last round
-        self.price(TreePolicy.fixed(shape.steps))
+        self.price(TreePolicy.fixed())
 
     def price(self, policy: TreePolicy) -> None:
         """Let a policy decide from now on."""
@@ -307,9 +307,10 @@ class Drafting:
                 if p.request.params.speculative:
                     self.account(p.request).earn(p.kept, len(passed))
         if not any(p.request.error is not None for p in passed):  # a walk cut short says nothing of drafts
-            if any(outcome.head) and (not free or (plan.trees is not None and not plan.united)):
-                self._observe_head(outcome, self._accepted(outcome))
+            merged = plan.trees is not None and not plan.united
+            accepted = self._accepted(outcome) if any(outcome.head) and (merged or not free) else []
             if not free:
+                self._observe_head(outcome, accepted)
                 self._book(outcome, sizes)
         self._batch = len(passed)
         # This comes last, because a user's code may be interrupted.
@@ -357,8 +358,10 @@ class Drafting:
         return costs.drafting(size, size * self._shape.topk, outcome.plan.levels) + costs.target.at(self._rows(outcome))
 
     def _observe_head(self, outcome: RoundOutcome, accepted: Sequence[int]) -> None:
-        """Learn from the number of accepted drafts of the head for each request."""
+        """Learn from the number of accepted drafts of the head for each request; there are none without the head."""
         plan, passed = outcome.plan, outcome.passed
+        if not accepted:
+            return
         gain = sum(len(p.tokens) for p in passed) / len(passed)
         gain *= self.policy.costs.plain(len(passed)) / self._passes(outcome)
         for p, count, drafts in zip(passed, accepted, outcome.head, strict=True):
