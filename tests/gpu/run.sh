@@ -30,16 +30,17 @@ export SPECRS_CACHE=$work/cache OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
 cd "$work" # so that the checkout's python/ is not what is imported
 
 mapfile -t files < <(find "$root/tests/python" -name 'test_gpu_*.py' | sort)
-pytest=("$python" -m pytest -q -p no:cacheprovider -rs)
+# A test of more than two minutes leaves the stacks of its threads in the log, which tells where a killed file stood.
+pytest=("$python" -m pytest -q -p no:cacheprovider -rs --durations 5 -o faulthandler_timeout=120)
 tests=("${pytest[@]}" "${files[@]}")
 
 # run_file FILE [PART SELECTION]
 run_file() {
-    local name
+    local name began=$SECONDS
     name=$(basename "$1" .py)${2:+-$2}
     timeout "$limit" "${pytest[@]}" ${3:+-k "$3"} --junitxml="$work/tests-$name.xml" "$1" >"$out/$name.log" 2>&1
     echo $? >"$work/tests-$name.rc"
-    echo "$name: $(tail -n 1 "$out/$name.log")"
+    echo "$name: $(tail -n 1 "$out/$name.log") (until $SECONDS s, since $began s)"
 }
 # Runs a command beside JOBS - 1 others; in turns on each GPU, as its first one.
 queued=0
