@@ -6,8 +6,8 @@ the metadata that sglang makes out of its own tables of requests, and the layer 
 the plan gives. With the same greedy tokens as a model without cache, which `main` checks.
 
 sglang's backend is made as sglang makes it, out of the few sizes of a model runner that it reads. Seen to run with
-sglang 0.5.14: on the CPU by Triton's interpreter (TRITON_INTERPRET=1), and on an H100. It wants sglang and what that
-imports, no sglang-kernel on the CPU.
+sglang 0.5.14 on the CPU, by Triton's interpreter (TRITON_INTERPRET=1); `--device cuda` takes its kernels on a GPU. It
+wants sglang and what that imports, on the CPU without sglang-kernel.
 
     TRITON_INTERPRET=1 python examples/sglang_layer.py
     python examples/sglang_layer.py --device cuda
