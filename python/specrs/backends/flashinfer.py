@@ -91,6 +91,7 @@ class FlashInferCuda(AttentionBackend):
     draft_attention = FlashInfer.draft_attention
     kv_dtypes = ("bfloat16", "float16")
     needs_cpu_seq_lens = False  # the engine's plans are made of bounds
+    mask = "packed"
 
     def __init__(self) -> None:
         self._kernels: FlashInferKernels | None = None

@@ -16,7 +16,7 @@ from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
 from specrs._specrs import Geometry
-from specrs.backends.base import Phase
+from specrs.backends.base import Capabilities, Phase
 from specrs.engine.config import EngineConfig
 
 _OF_QUERIES = "extend_slots"  # has an element for each query of a pass
@@ -53,7 +53,8 @@ def format_regions(config: EngineConfig, geometry: Geometry, head: bool, queries
 def _capacities(config: EngineConfig, geometry: Geometry, phase: Phase) -> Mapping[str, Any]:
     """Return the shape and type of each array of a phase."""
     pool = core.Pool(2, geometry.page_size, 1, geometry.row_pages)  # sizes do not depend on it
-    return core.Planner(geometry, pool, config.backend.format).capacities(phase)
+    told = Capabilities.of(config.backend)
+    return core.Planner(geometry, pool, told.format, mask=told.mask).capacities(phase)
 
 
 class FormatArrays:
@@ -68,7 +69,7 @@ class FormatArrays:
     def __init__(
         self, config: EngineConfig, geometry: Geometry, regions: Regions, ordinal: int, stream: core._DeviceStream
     ) -> None:
-        self._geometry, self._config = geometry, config
+        self._geometry, self._config, self._told = geometry, config, Capabilities.of(config.backend)
         self._poisons = poisons() and bool(regions)
         self._arena = core._DeviceArena(ordinal, regions, self._poisons) if regions else None
         self.arrays: dict[str, torch.Tensor] = {
@@ -104,7 +105,7 @@ class FormatArrays:
         if self._poisons and self._arena is not None:
             self._arena.poison(stream)
         core._device_plan(
-            geometry=self._geometry, format=self._config.backend.format, masks="both", phase=phase,
+            geometry=self._geometry, format=self._told.format, masks=self._told.mask, phase=phase,
             arrays=dict(self.of(phase)) if self.arrays else {}, stream=stream, **operands,
         )  # fmt: skip
 
