@@ -37,6 +37,7 @@ from specrs.backends import (
     resolve,
 )
 from specrs.engine.config import EngineConfig
+from specrs.engine.devices.placing import Wanted
 from specrs.models.cuda_attention import device_attention
 
 DTYPES: dict[str, Any] = {"cpu": "float32", "cuda": "float16"}  # a type that the device has
@@ -314,6 +315,19 @@ def test_the_libraries_of_flash_attention_are_looked_for_without_an_import(
     with pytest.raises(ConfigError, match=r"'flash_attention': vllm 0\.24\.0 does not load: "):
         packages.flash_attention_op()
     assert "vllm" not in sys.modules
+
+
+def test_heads_that_a_backends_kernels_do_not_take_are_refused() -> None:
+    for dim in (64, 96, 128, 256):
+        heads: Any = types.SimpleNamespace(head_dim=dim)
+        for backend in (NativeCuda(), FlashAttentionCuda(), TritonCuda()):
+            Wanted._check_heads(backend, heads)
+    small: Any = types.SimpleNamespace(head_dim=64)
+    odd: Any = types.SimpleNamespace(head_dim=96)
+    with pytest.raises(
+        ConfigError, match=r"'flashinfer': head_dim = 96: it takes 64, 128, 256 on a GPU; 'native' takes"
+    ):
+        Wanted._check_heads(FlashInferCuda(), small, odd)
 
 
 class Renamed(Triton):
