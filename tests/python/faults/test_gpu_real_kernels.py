@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU in this machine", allow_module_level=True)
 if not device.cuda_available():
     pytest.skip(f"no CUDA kernels: {device.cuda_unavailable_reason()}", allow_module_level=True)
+pytest.importorskip("triton")
 
 from named_faults_world import BRANCHES, BUCKET, CUDA, POISON, Captured, fault, two_of_three
 from pass_world import Heads, Pass, Requests
