@@ -1,4 +1,4 @@
-"""Training of the small target model and its EAGLE-3 head that ship with specrs.
+"""Training of the small target model that ships with specrs.
 
-The stages, in order: `data`, `train_target`, `generate`, `train_head`, `evaluate`, `export`; `run.sh` runs them all.
+The stages, in order: `data`, `train_target`, and `specrs train-head` for its EAGLE-3 head; `run.sh` runs them all.
 """

@@ -172,6 +172,9 @@ def main() -> None:
     tok = train_tokenizer([text for _, text in kept], TargetConfig().vocab_size)
     tok.save(str(opts.model / "tokenizer.json"))
 
+    with (opts.work / "corpus.jsonl").open("w") as corpus:  # what the head is trained on
+        for kind, text in docs:
+            corpus.write(json.dumps({"kind": ("library", "tests", "definitions")[kind], "text": text}) + "\n")
     docs += [(HELD_OUT, text) for _, text in held]
     encoded = [np.array(e.ids, dtype=np.uint16) for e in tok.encode_batch([text for _, text in docs])]
     kinds = np.array([kind for kind, _ in docs], dtype=np.uint8)

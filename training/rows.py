@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specrs.train.rows import pack
+
 from .data import HELD_OUT
 
 
@@ -25,21 +27,16 @@ class Corpus:
         return [self.ids[self.offsets[i] : self.offsets[i + 1]] for i in wanted]
 
 
-def pack(docs: list[np.ndarray], length: int, seed: int) -> Tensor:
+def shuffled(docs: list[np.ndarray], length: int, seed: int) -> Tensor:
     """Documents in a random order, end to end, cut into int64 rows [N, length]; every seed cuts elsewhere."""
-    rng = np.random.default_rng(seed)
-    stream = np.concatenate([docs[i] for i in rng.permutation(len(docs))])
-    stream = stream[rng.integers(0, length) :]
-    count = len(stream) // length
-    rows = stream[: count * length].reshape(count, length).astype(np.int64)
-    return torch.from_numpy(rows[rng.permutation(count)])
+    return pack(docs, length, np.random.default_rng(seed)).tokens
 
 
 def batches(docs: list[np.ndarray], length: int, batch: int, total: int, device: torch.device) -> Iterator[Tensor]:
     """`total` batches [batch, length], repacking the documents for each pass over them."""
     done, epoch = 0, 0
     while done < total:
-        rows = pack(docs, length, seed=epoch).to(device)
+        rows = shuffled(docs, length, seed=epoch).to(device)
         epoch += 1
         for start in range(0, len(rows) - batch + 1, batch):
             if done == total:

@@ -1,4 +1,4 @@
-"""Reading and writing the shipped folders: Hugging Face's layout for the target, EAGLE-3's for the head."""
+"""Writes the target's folder in Hugging Face's layout."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from .config import BOS_ID, HeadConfig, TargetConfig
-from .head import Head
+from .config import BOS_ID
 from .target import Target
 
 SHARD_BYTES = 15_000_000
@@ -19,26 +18,19 @@ def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def shared_fields(cfg: TargetConfig) -> dict[str, object]:
-    """The configuration keys that the target and the head have in common."""
-    return {
-        "model_type": "llama", "dtype": "bfloat16", "torch_dtype": "bfloat16", "vocab_size": cfg.vocab_size,
-        "hidden_size": cfg.hidden_size, "num_attention_heads": cfg.num_attention_heads,
-        "num_key_value_heads": cfg.num_key_value_heads, "head_dim": cfg.head_dim, "hidden_act": "silu",
-        "attention_bias": False, "mlp_bias": False, "rope_theta": cfg.rope_theta, "rope_scaling": None,
-        "rms_norm_eps": cfg.rms_norm_eps, "max_position_embeddings": cfg.max_position_embeddings,
-        "bos_token_id": BOS_ID, "eos_token_id": BOS_ID, "pad_token_id": BOS_ID,
-    }  # fmt: skip
-
-
 def save_target(model: Target, folder: Path) -> None:
     """config.json, generation_config.json, tokenizer_config.json and sharded safetensors in bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     cfg = model.cfg
     config = {
-        "architectures": ["LlamaForCausalLM"], **shared_fields(cfg), "num_hidden_layers": cfg.num_hidden_layers,
-        "intermediate_size": cfg.intermediate_size, "tie_word_embeddings": True, "use_cache": True,
-        "initializer_range": 0.02,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "torch_dtype": "bfloat16",
+        "vocab_size": cfg.vocab_size, "hidden_size": cfg.hidden_size, "num_attention_heads": cfg.num_attention_heads,
+        "num_key_value_heads": cfg.num_key_value_heads, "head_dim": cfg.head_dim, "hidden_act": "silu",
+        "attention_bias": False, "mlp_bias": False, "rope_theta": cfg.rope_theta, "rope_scaling": None,
+        "rms_norm_eps": cfg.rms_norm_eps, "max_position_embeddings": cfg.max_position_embeddings,
+        "bos_token_id": BOS_ID, "eos_token_id": BOS_ID, "pad_token_id": BOS_ID,
+        "num_hidden_layers": cfg.num_hidden_layers, "intermediate_size": cfg.intermediate_size,
+        "tie_word_embeddings": True, "use_cache": True, "initializer_range": 0.02,
     }  # fmt: skip
     write_json(folder / "config.json", config)
     ids = {"bos_token_id": BOS_ID, "eos_token_id": BOS_ID, "pad_token_id": BOS_ID}
@@ -64,47 +56,3 @@ def save_target(model: Target, folder: Path) -> None:
     weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
     total = sum(t.nbytes for shard in shards for t in shard.values())
     write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-def save_head(head: Head, folder: Path) -> None:
-    """config.json and model.safetensors.
-
-    The configuration names no `eagle_aux_hidden_state_layer_ids`: engines disagree whether it means a layer's input or
-    its output, and agree on the default (the inputs of layers 2, n/2 and n-3), which is what this head uses.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    cfg = head.cfg
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"], **shared_fields(cfg), "num_hidden_layers": 1,
-        "intermediate_size": head.head.intermediate_size, "draft_vocab_size": head.head.draft_vocab_size,
-        "tie_word_embeddings": False, "target_hidden_size": cfg.hidden_size,
-        "eagle_config": {"use_aux_hidden_state": True},
-        "specrs": {"aux_layer_inputs": list(cfg.aux_layers), "target_num_hidden_layers": cfg.num_hidden_layers},
-    }  # fmt: skip
-    write_json(folder / "config.json", config)
-    tensors = {
-        name: (t if name in ("d2t", "t2d") else t.bfloat16()).cpu().contiguous()
-        for name, t in head.state_dict().items()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def load_target(folder: Path, device: torch.device) -> Target:
-    """The shipped target, its weights widened to float32."""
-    raw = json.loads((folder / "config.json").read_text())
-    cfg = TargetConfig(**{k: raw[k] for k in TargetConfig.__dataclass_fields__})
-    state: dict[str, torch.Tensor] = {}
-    for shard in sorted(folder.glob("model-*.safetensors")):
-        state.update(load_file(shard))
-    model = Target(cfg)
-    model.load_state_dict({k: v.float() for k, v in state.items()})
-    return model.to(device).eval()
-
-
-def load_head(folder: Path, cfg: TargetConfig, device: torch.device) -> Head:
-    """The shipped head, its weights widened to float32."""
-    raw = json.loads((folder / "config.json").read_text())
-    head = Head(cfg, HeadConfig(raw["draft_vocab_size"], raw["intermediate_size"]))
-    state = load_file(folder / "model.safetensors")
-    head.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in state.items()})
-    return head.to(device).eval()

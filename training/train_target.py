@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specrs.train.muon import MuonAdamW, learning_rate, split_parameters
+
 from .config import SEED, TargetConfig
-from .muon import MuonAdamW, learning_rate, split_parameters
-from .rows import Corpus, batches, pack
+from .rows import Corpus, batches, shuffled
 from .store import save_target
 from .target import Target
 
@@ -37,8 +38,7 @@ def token_loss(hidden: Tensor, embedding: Tensor, wanted: Tensor) -> Tensor:
 
 def loss_of(model: Target, rows: Tensor, objective: Callable[..., Tensor] = token_loss) -> Tensor:
     """Mean next-token cross-entropy of rows [B, T + 1]."""
-    hidden, _ = model(rows[:, :-1])
-    return objective(hidden, model.model.embed_tokens.weight, rows[:, 1:])
+    return objective(model(rows[:, :-1]), model.model.embed_tokens.weight, rows[:, 1:])
 
 
 @torch.no_grad()
@@ -62,7 +62,7 @@ def train(
             block.compile()
     objective = torch.compile(token_loss) if device.type == "cuda" else token_loss
     docs = corpus.documents(held_out=False)
-    held = pack(corpus.documents(held_out=True), length + 1, seed=0).to(device)
+    held = shuffled(corpus.documents(held_out=True), length + 1, seed=0).to(device)
     held = held[:4] if limit else held
     tokens = sum(map(len, docs))
     total = limit or int(recipe.epochs * tokens / (batch * length))
@@ -74,7 +74,7 @@ def train(
         with torch.autocast(device.type, torch.bfloat16):
             loss = loss_of(model, rows, objective)
         loss.backward()
-        optimiser.step(learning_rate(i, total, recipe.peak_lr))
+        optimiser.step(learning_rate((i + 0.5) / total, recipe.peak_lr))
         seen.append(loss.detach())
         if (i + 1) % max(total // 8, 1) == 0:
             train_loss = float(torch.stack(seen).mean())

@@ -1,4 +1,4 @@
-"""Progress bars on stderr: of many prompts, of weights that load, of measurements.
+"""Progress bars on stderr: of many prompts, of weights that load, of measurements, of a training.
 
 ``progress=None`` shows them where stderr is a terminal and the work is long; ``True`` always, ``False`` never. tqdm
 draws them, and is imported with the first.
@@ -101,3 +101,21 @@ def measurements(total: int, progress: bool | None) -> Iterator[Callable[[str], 
 
         yield tell
         bar.update(total - bar.n)
+
+
+@contextmanager
+def shares(name: str, progress: bool | None) -> Iterator[Callable[[float, str], None]]:
+    """Show how much of a long piece of work is over; tell it the share, from 0 to 1, and what else is to be seen."""
+    if not wanted(progress):
+        yield lambda share, text: None
+        return
+    from tqdm import tqdm
+
+    form = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
+    with tqdm(total=1.0, desc=name, file=sys.stderr, bar_format=form) as bar:
+
+        def tell(share: float, text: str) -> None:
+            bar.set_postfix_str(text, refresh=False)
+            bar.update(share - bar.n)
+
+        yield tell

@@ -13,7 +13,7 @@ from specrs._specrs import SpecrsError, __version__
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; errors of specrs and of files are one line on stderr and exit status 2."""
-    from specrs.cli import bench, certify, chat, doctor, generate, layout, record, replay, serve
+    from specrs.cli import bench, certify, chat, doctor, generate, layout, record, replay, serve, train_head
 
     for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character gets its code, not an error
         if isinstance(stream, io.TextIOWrapper):
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="specrs", description="Exact tree speculative decoding.")
     parser.add_argument("--version", action="version", version=f"specrs {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for module in (generate, chat, serve, layout, certify, record, replay, doctor, bench):
+    for module in (generate, chat, serve, layout, certify, record, replay, doctor, bench, train_head):
         module.add_parser(commands)
     args = parser.parse_args(argv)
     if args.command is None:

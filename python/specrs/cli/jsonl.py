@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from specrs import progress
 from specrs._specrs import ConfigError, SpecrsError
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from specrs.engine import LLM, RequestOutput
     from specrs.sampling_params import SamplingParams
 
+_T = TypeVar("_T")
 _KINDS = ("prompt", "prompt_token_ids", "messages")
 _WAITING = 4  # batches that wait for the one that runs: a file of any length takes no more memory than these
 
@@ -70,23 +71,41 @@ def read(name: str, args: argparse.Namespace) -> list[Asked]:
     Raises:
         ConfigError: a line that is no prompt, by its number; a file without prompts.
     """
+
+    def asked(number: int, kind: str, fields: dict[str, Any]) -> Asked:
+        prompt, name = fields.pop(kind), fields.pop("id", None)
+        return Asked(number, kind, prompt, options.sampling_of(args, **fields), name)
+
+    return each(name, asked)
+
+
+def each(name: str, made: Callable[[int, str, dict[str, Any]], _T]) -> list[_T]:
+    """Make something of each prompt of a file, or of stdin for ``"-"``.
+
+    Args:
+        made: called with a line's number, the field that has the prompt, and the fields that there are.
+
+    Raises:
+        ConfigError: a line that is no prompt, or of which nothing can be made, by its number; a file without prompts.
+    """
     try:
         text = read_stdin() if name == "-" else Path(name).read_text(encoding="utf-8")
     except UnicodeDecodeError as e:
         raise ConfigError(f"{name}: not UTF-8: {e}") from None
-    asked = []
+    found = []
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
-                asked.append(_asked(number, line, args))
+                found.append(made(number, *_fields(line)))
             except (ValueError, RecursionError) as e:  # a ConfigError is a ValueError
                 raise ConfigError(f"{name}, line {number}: {e}") from None
-    if not asked:
+    if not found:
         raise ConfigError(f"{name}: no prompts")
-    return asked
+    return found
 
 
-def _asked(number: int, line: str, args: argparse.Namespace) -> Asked:
+def _fields(line: str) -> tuple[str, dict[str, Any]]:
+    """The field of a line that has the prompt, and all fields; of several ways to give a prompt, that one alone."""
     try:
         value = json.loads(line)
     except ValueError as e:
@@ -95,15 +114,12 @@ def _asked(number: int, line: str, args: argparse.Namespace) -> Asked:
         value = {"prompt": value}
     if not isinstance(value, Mapping):
         raise ConfigError(f"a JSON {type(value).__name__}: must be a text, or an object with 'prompt'")
-    fields = dict(value)
-    kinds = [kind for kind in _KINDS if fields.get(kind) is not None]
+    kinds = [kind for kind in _KINDS if value.get(kind) is not None]
     if len(kinds) != 1:
         raise ConfigError(f"{' and '.join(map(repr, kinds)) or 'no prompt'}: must have one of {', '.join(_KINDS)}")
-    prompt, name = fields[kinds[0]], fields.pop("id", None)
-    if kinds[0] == "prompt" and not isinstance(prompt, str):
-        raise ConfigError(f"prompt is a JSON {type(prompt).__name__}: must be a text")
-    rest = {key: field for key, field in fields.items() if key not in _KINDS}
-    return Asked(number, kinds[0], prompt, options.sampling_of(args, **rest), name)
+    if kinds[0] == "prompt" and not isinstance(value["prompt"], str):
+        raise ConfigError(f"prompt is a JSON {type(value['prompt']).__name__}: must be a text")
+    return kinds[0], {key: field for key, field in value.items() if key not in _KINDS or key == kinds[0]}
 
 
 class _Work:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -146,6 +146,50 @@ def save_rounds(cases: Sequence[tuple[str, Sequence[tuple[float, float] | None]]
     axes.margins(y=0.15)
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.16), ncols=3)
     axes.set_title(title, fontsize=9, parse_math=False)
+    _write(figure, path)
+
+
+def save_head(
+    curve: Mapping[str, Sequence[tuple[float, float]]],
+    kinds: Mapping[str, Sequence[float]],
+    names: Sequence[str],
+    title: str,
+    path: Path,
+) -> None:
+    """Write a draft head's loss on held-out text as lines, and beside them tokens a round as bars.
+
+    Args:
+        curve: for each kind of text, tokens that were trained on and the loss then.
+        kinds: for each kind of text, a bar's height for each of ``names``.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5 + max(1.1 * len(kinds), 3), 3.4), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=(4, max(1.1 * len(kinds), 3)))
+    for kind, points in curve.items():
+        left.plot([at for at, _ in points], [loss for _, loss in points], marker=".", label=kind)
+    left.set_xlabel("tokens that were trained on", size=8)
+    left.set_ylabel("loss on held-out text, first draft", size=8)
+    if curve:
+        left.legend(frameon=False, fontsize=7)
+    wide = 0.8 / len(names)
+    for i, (name, color) in enumerate(zip(names, ("#9ecae1", "#a1d99b", "#fdd0a2"), strict=False)):
+        heights = [values[i] for values in kinds.values()]
+        at = [x - 0.4 + i * wide for x in range(len(kinds))]
+        right.bar(at, heights, wide, align="edge", color=color, edgecolor="#888888", label=name)
+        for x, height in zip(at, heights, strict=True):
+            right.text(x + wide / 2, height, f"{height:.2f}", ha="center", va="bottom", size=7)
+    right.axhline(1.0, color="#cb181d", linewidth=1.2, label="plain decoding")
+    right.set_xticks(range(len(kinds)), list(kinds), size=7)
+    right.set_ylabel("tokens a round", size=8)
+    right.margins(y=0.25)
+    right.legend(frameon=False, fontsize=7)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=7)
+    figure.suptitle(title, fontsize=9)
     _write(figure, path)
 
 

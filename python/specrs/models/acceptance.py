@@ -1,7 +1,7 @@
 """`acceptance.json` of a draft head's directory: how often its drafts were accepted where it was measured.
 
 An engine begins with what the file says, so that a request's first rounds draft as deep as they should; without a file
-it begins with `UNKNOWN`. On a GPU it learns the levels from there. `training/acceptance.py` writes the file.
+it begins with `UNKNOWN`. On a GPU it learns the levels from there. `specrs train-head` writes the file.
 """
 
 from __future__ import annotations

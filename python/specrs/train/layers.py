@@ -1,4 +1,4 @@
-"""The pieces that the target and the head share: RMSNorm, rotary positions, the gated MLP."""
+"""The parts that trained models share: RMSNorm, rotary positions, the gated MLP. Parameters have Llama's names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RMSNorm(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU feed-forward, with Llama's parameter names."""
+    """SwiGLU feed-forward."""
 
     def __init__(self, dim: int, inner: int) -> None:
         super().__init__()
@@ -30,7 +30,25 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(inner, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
+class Projections(nn.Module):
+    """The four products of grouped-query attention over inputs of width ``reads``."""
+
+    def __init__(self, reads: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(reads, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(reads, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(reads, kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
+
+    def qkv(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v [B, heads, T, d] of x [B, T, reads], q and k rotated."""
+        q, k, v = (split_heads(p(x), self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
+        return rotate(q, rope), rotate(k, rope), v
 
 
 def rope_table(head_dim: int, theta: float, length: int) -> Tensor:
@@ -46,12 +64,13 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     cos, sin = rope[:, 0], rope[:, 1]
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
-    return (x.float() * cos + turned * sin).to(x.dtype)
+    y: Tensor = (x.float() * cos + turned * sin).to(x.dtype)
+    return y
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
     """[B, T, heads*d] -> [B, heads, T, d]."""
-    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+    return x.view(*x.shape[:-1], -1, head_dim).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:

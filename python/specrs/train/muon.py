@@ -8,14 +8,16 @@ both.
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
 def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
-    """Newton-Schulz iteration towards the semi-orthogonal factor of each matrix of a stack [N, r, c]."""
-    x = g.bfloat16()
+    """Newton-Schulz iteration towards the semi-orthogonal factor of each matrix of a stack [N, r, c]; in bfloat16 on a
+    GPU."""
+    x = g.bfloat16() if g.is_cuda else g
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
@@ -23,7 +25,8 @@ def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         gram = x @ x.mT
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return (x.mT if tall else x).float()
+    y: Tensor = x.mT if tall else x
+    return y.float()
 
 
 class MuonAdamW:
@@ -46,6 +49,7 @@ class MuonAdamW:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
+        """Move every parameter by its gradient, and drop the gradients."""
         for params, buffer in self.groups:
             grads = torch.stack([p.grad for p in params if p.grad is not None])
             buffer.lerp_(grads, 1 - self.momentum)
@@ -61,6 +65,16 @@ class MuonAdamW:
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that the next step depends on beside the parameters."""
+        return {"momentum": [buffer for _, buffer in self.groups], "adamw": self.adamw.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` returned, for the same parameters."""
+        for (_, buffer), kept in zip(self.groups, state["momentum"], strict=True):
+            buffer.copy_(kept)
+        self.adamw.load_state_dict(state["adamw"])
+
 
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """(matrices for Muon, the rest): embeddings, output heads and norms stay with AdamW."""
@@ -72,7 +86,6 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     return matrices, others
 
 
-def learning_rate(step: int, total: int, peak: float, warmup: float = 0.04, hold: float = 0.3) -> float:
-    """Warm up, hold, then fall linearly to zero."""
-    at = (step + 0.5) / total
-    return peak * min(at / warmup, 1.0, (1 - at) / (1 - hold))
+def learning_rate(at: float, peak: float, warmup: float = 0.04, hold: float = 0.3) -> float:
+    """Return the rate when a share ``at`` of the training is over: warm up, hold, then fall linearly to zero."""
+    return peak * max(min(at / warmup, 1.0, (1 - at) / (1 - hold)), 0.0)
