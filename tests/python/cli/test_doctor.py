@@ -14,13 +14,14 @@ from torch.utils.dlpack import from_dlpack
 import headzoo
 from modelzoo import Pair, edit_config, read_weights, write_eagle3, write_target, write_weights
 from reference_heads import Sizes
-from specrs import LLM, SpecrsError
+from specrs import LLM, SpecrsError, assets
 from specrs.cli import main
 from specrs.models import load_draft, load_target
 
 
-def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:
-    status = main(["doctor", *argv, "--json"])
+def doctor(capsys: pytest.CaptureFixture[str], *argv: str, tried: bool = False) -> tuple[int, dict[str, Any]]:
+    """Status and report; heads of random weights, which guess nothing, are not tried."""
+    status = main(["doctor", *argv, "--json", *([] if tried else ["--no-run"])])
     return status, json.loads(capsys.readouterr().out)
 
 
@@ -163,7 +164,7 @@ def test_the_form_of_a_head_is_named(
     kv = values(report, "memory")["KV pool of the draft head"]
     with LLM(model, tmp_path / "draft", device="cpu") as llm:
         assert kv == from_dlpack(llm._runner.executor.drafts.cache.tensor).nbytes  # type: ignore[attr-defined]
-    assert main(["doctor", str(model), "--draft", str(tmp_path / "draft"), "--device", "cpu"]) == 0
+    assert main(["doctor", str(model), "--draft", str(tmp_path / "draft"), "--device", "cpu", "--no-run"]) == 0
     assert f"  {value}" in capsys.readouterr().out
 
 
@@ -261,6 +262,24 @@ def test_memory_of_weights_is_what_the_engine_takes(
         shapes = {n: w.shape for n, w in read_weights(model if line == "target" else draft).items()}
         norms = sum(shape.numel() for shape in shapes.values() if len(shape) == 1)
         assert values(report, "memory")[f"weights of the {line}"] == packed + loaded.embedding.table.nbytes + 4 * norms
+
+
+def test_a_head_is_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No shape tells that features come from wrong layers, or that weights are another model's."""
+    status, report = doctor(capsys, tried=True)
+    [found] = report["sections"]["draft head at work"]
+    share, text = found["value"].split("%")
+    assert status == 0 and int(share) > 40 and text == " over 64 tokens"
+    draft = shutil.copytree(assets.draft_dir(), tmp_path / "draft")
+    weights = read_weights(draft)
+    mixed = weights["lm_head.weight"][torch.randperm(4096, generator=torch.Generator().manual_seed(1))]
+    write_weights(draft, {**weights, "lm_head.weight": mixed.contiguous()})
+    status, report = doctor(capsys, str(assets.model_dir()), "--draft", str(draft), tried=True)
+    [found] = problems(report)
+    assert status == 1 and found["problem"].endswith("the head does not seem to be trained for this model")
+    assert "config.json names the layers" in found["remedy"]
+    status, report = doctor(capsys, str(assets.model_dir()), "--draft", str(draft))
+    assert status == 0 and "draft head at work" not in report["sections"]
 
 
 def test_a_wrong_command_is_status_2(tiny: Pair, capsys: pytest.CaptureFixture[str]) -> None:
