@@ -18,9 +18,10 @@ from specrs.train.documents import Document
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from specrs.engine import LLM
+    from specrs.engine import LLM, StreamEvent
 
 _WAITING = 2  # batches of requests that an engine has at once
+_HOPELESS = 1000  # prompts that are refused one after another
 _CHARACTERS = 12  # of a text, enough for a token
 
 
@@ -79,20 +80,28 @@ class Writer:
         running, found = dict[int, Prompt](), list[Answer]()
         tokens, asked = 0, 0
         room = _WAITING * self._llm.config.max_batch
+
+        def keep(event: StreamEvent | None) -> None:
+            nonlocal tokens
+            if event is not None and (out := event.output) is not None:
+                prompt = running.pop(event.request_id)
+                tokens += len(out.token_ids)
+                if out.token_ids:
+                    found.append(Answer(prompt.kind, out.prompt_token_ids + out.token_ids, prompt.held_out))
+
         while not ended(tokens):
-            while len(running) < room and (prompt := next(prompts, None)) is not None:
+            while len(running) < room and (running or len(self.refused) < _HOPELESS):
+                if (prompt := next(prompts, None)) is None:
+                    break
                 self._begin(prompt, asked, running)
                 asked += 1
             if not running:
                 break
             for event in self._llm.step():
-                if (out := event.output) is not None:
-                    prompt = running.pop(event.request_id)
-                    tokens += len(out.token_ids)
-                    found.append(Answer(prompt.kind, out.prompt_token_ids + out.token_ids, prompt.held_out))
-        for request in running:
-            self._llm.abort(request)
-        if asked and not found and self.refused and len(self.refused) == asked:
+                keep(event)
+        for request in [*running]:  # an answer that was not finished is text of the model, too
+            keep(self._llm.abort(request))
+        if asked and len(self.refused) == asked:
             raise ConfigError(f"prompts: all {asked} are refused, the first with: {self.refused[0]}")
         return found
 

@@ -87,7 +87,7 @@ class Stream:
     def _laid(self, turn: int) -> Rows:
         rng = np.random.default_rng([self.seed, turn])
         docs = list(self.answers)
-        room = sum(map(len, docs)) if docs else sum(map(len, self.text))
+        room = max(sum(map(len, docs)), self.batch * self.length) if docs else sum(map(len, self.text))
         for i in rng.permutation(len(self.text)):
             if room <= 0:
                 break

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
@@ -170,26 +170,33 @@ class Session:
             self._checkpoint.remove()
         return report
 
-    def _encode(self, documents: Sequence[Document[str]]) -> list[Tokens]:
-        return [_tokens(e.ids) for e in self._tokenizer.encode_batch([d.content for d in documents])]
+    def _encode(self, documents: Sequence[Document[str]]) -> list[tuple[str, Tokens]]:
+        """Kind and tokens of documents; those with a token that the model lacks are left out."""
+        encoded = zip(documents, self._tokenizer.encode_batch([d.content for d in documents]), strict=True)
+        found = [(document.kind, _tokens(e.ids)) for document, e in encoded if e.ids]
+        return [(kind, tokens) for kind, tokens in found if tokens.max() < self._sizes.vocab_size]
 
     @cached_property
     def _encoded(self) -> list[Tokens]:
         """Tokens of the documents to train on."""
-        return [tokens for tokens in self._encode(self._documents.kept) if len(tokens)]
+        return [tokens for _, tokens in self._encode(self._documents.kept)]
 
     def _answers(self, interrupts: Interrupts) -> list[Answer]:
         """Have the model answer the prompts, held-out ones first, and then beginnings of the text."""
         o, given = self._options, self._prompts
         if not o.answer_tokens:
             return []
+        written, text = 0, sum(map(len, self._encoded))
+
+        def of_text() -> Iterator[Prompt]:
+            for prompt in beginnings(self._documents.kept, self._tokenizer, o.length // 2, o.seed):
+                if written >= _ANSWERS * text:
+                    return
+                yield prompt
+
         held = islice((Prompt(d.kind, d.content, True) for d in given.held_out), _HELD_OUT_ANSWERS)
-        prompts = chain(held, (Prompt(d.kind, d.content) for d in given.kept))
-        text = sum(map(len, self._encoded))
-        most = min(_ANSWERS * text, o.tokens or _ANSWERS * text)
-        if text:
-            prompts = chain(prompts, beginnings(self._documents.kept, self._tokenizer, o.length // 2, o.seed))
-        until = time.perf_counter() + (60 * o.minutes * _ANSWER_TIME if o.minutes is not None else float("inf"))
+        prompts = chain(held, (Prompt(d.kind, d.content) for d in given.kept), of_text())
+        began, seconds = time.perf_counter(), 60 * _ANSWER_TIME * (o.minutes or float("inf"))
         context = min(self._sizes.max_context_len, max(2048, o.length + o.answer_tokens))
         with LLM(
             self.model, speculative=False, device=self.device, max_batch=_AT_ONCE[self._site.place.device.type],
@@ -198,9 +205,10 @@ class Session:
             writer = Writer(llm, o.answer_tokens, o.seed)
 
             def ended(tokens: int) -> bool:
-                left = (until - time.perf_counter()) / (60 * (o.minutes or 1) * _ANSWER_TIME)
-                tell(min(max(tokens / most if text else 0.0, 1 - left if o.minutes else 0.0), 1.0), f"{tokens} tokens")
-                return interrupts.came or (bool(text) and tokens >= most) or time.perf_counter() > until
+                nonlocal written
+                written, spent = tokens, time.perf_counter() - began
+                tell(min(max(spent / seconds, tokens / (o.tokens or float("inf"))), 1.0), f"{tokens} tokens")
+                return interrupts.came or spent > seconds or tokens >= (o.tokens or float("inf"))
 
             found = writer.write(prompts, ended)
         if writer.refused:
@@ -210,14 +218,11 @@ class Session:
     def _texts(self, answers: Sequence[Answer]) -> Texts:
         """Everything as tokens."""
         texts = Texts([_tokens(a.tokens) for a in answers if not a.held_out], self._encoded)
-        held = zip(self._documents.held_out, self._encode(self._documents.held_out), strict=True)
-        for kind, tokens in chain(
-            ((document.kind, tokens) for document, tokens in held),
-            ((answer.kind, _tokens(answer.tokens)) for answer in answers if answer.held_out),
-        ):
+        answered = [(answer.kind, _tokens(answer.tokens)) for answer in answers if answer.held_out]
+        for kind, tokens in self._encode(self._documents.held_out) + answered:
             texts.held_out.setdefault(kind, []).append(tokens)
         if not texts.answers and not texts.text:
-            raise ConfigError("prompts: there was no time for an answer; more minutes are needed")
+            raise ConfigError("text and prompts: no text that the model has tokens for, and no time for an answer")
         return texts
 
     def _counted(self, texts: Texts) -> str:
