@@ -10,7 +10,7 @@ from specrs.engine_options import OPTIONS, EngineOptions, default_of, flags_of, 
 from specrs.sampling_params import SamplingParams
 
 _FORMER = ("--topk", "--steps", "--draft-tokens")  # former options, now parts of --tree
-MODEL = "Hugging Face directory, org/name or org/name@revision (default: the small model in the package)"
+_MODEL = "Hugging Face directory, org/name or org/name@revision (default: the small model in the package)"
 
 
 class _FormerOption(argparse.Action):
@@ -35,14 +35,19 @@ class _Once(argparse.Action):
 
 
 def add_models(parser: argparse.ArgumentParser, positional: bool = False) -> None:
-    """Declare --model and --draft.
+    """Declare --model and --draft; ``positional`` as for `add_model`."""
+    add_model(parser, positional)
+    parser.add_argument("--draft", metavar="HEAD", help="directory, or org/name, of an EAGLE head for the model")
+
+
+def add_model(parser: argparse.ArgumentParser, positional: bool = False) -> None:
+    """Declare --model.
 
     positional: MODEL may stand without --model too, where no other argument does.
     """
     if positional:
-        parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, action=_Once, help=MODEL)
-    parser.add_argument("--model", metavar="MODEL", action=_Once, help="the same" if positional else MODEL)
-    parser.add_argument("--draft", metavar="HEAD", help="directory, or org/name, of an EAGLE head for the model")
+        parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, action=_Once, help=_MODEL)
+    parser.add_argument("--model", metavar="MODEL", action=_Once, help="the same" if positional else _MODEL)
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:

@@ -38,7 +38,7 @@ def add_parser(commands: Any) -> None:
     """Declare the subcommand."""
     p = commands.add_parser("train-head", help="train a draft head for a model", description=__doc__,
                             formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    p.add_argument("model", nargs="?", metavar="MODEL", help=options.MODEL)
+    options.add_model(p, positional=True)
     p.add_argument("--out", required=True, metavar="DIR", help="directory of the head, empty or not there")
     p.add_argument("--text", nargs="+", action="extend", default=[], metavar="PATH",
                    help="files, or directories of files: a document each; of .jsonl files one a line")  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelzoo import Pair, edit_config, read_weights
+from modelzoo import Pair, edit_config, read_weights, write_weights
 from specrs import LLM, SamplingParams, progress
 from specrs.cli import main
 from specrs.models.acceptance import HEATS, read_acceptance
@@ -231,3 +231,27 @@ def test_a_training_that_diverges_keeps_the_checkpoint_before(
     assert train(tmp_path / "out", *options, "--resume") == 2
     assert "loss = nan after 128 tokens: the training diverged; a smaller rate" in capsys.readouterr().err
     assert (tmp_path / "out" / "checkpoint" / "state.pt").read_bytes() == kept
+
+
+def test_minutes_are_for_answers_and_steps(options: list[str], tmp_path: Path) -> None:
+    argv = [*options, "--minutes", "0.03"]
+    at = argv.index("--tokens")
+    del argv[at : at + 2]
+    train(tmp_path / "out", *argv)
+    said = record(tmp_path / "out")
+    assert said["finished"] and said["counts"]["tokens trained on"] > 64 and said["answer_seconds"] < 1.5
+    assert 0 < said["seconds"] < 4 and said["counts"]["answers"] > 0
+
+
+def test_text_and_prompts_that_the_model_has_no_tokens_for(
+    options: list[str], bytes_pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(bytes_pair.target, tmp_path / "model")
+    edit_config(model, vocab_size=110)  # ASCII up to n
+    weights = read_weights(model)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][:110].contiguous()
+    write_weights(model, weights)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt_token_ids": [200]}\n{"prompt_token_ids": [201]}\n')
+    assert train(tmp_path / "out", str(model), *options[3:], "--draft-vocab", "64") == 2
+    assert "prompts: all 2 are refused, the first with: prompt[0] = 20" in capsys.readouterr().err
