@@ -29,6 +29,7 @@ PYTHON = {  # prefixes of filters for pytest, and the files that they are for
     "python": "tests/python/faults/test_faults.py",
     "drafts": "tests/python/engine/test_drafts.py",
     "text": "tests/python/engine/test_output_text.py",
+    "trained": "tests/python/train/test_head.py",
 }
 
 
@@ -95,6 +96,13 @@ MUTANTS = [
            "drafts:join_and_leave"),
     Mutant("quiet", "quiet", "the detokenizer knows no prompt", "python/specrs/engine/request/decoding.py",
            "for token in self._end_of(prompt):", "for token in ():", "text:behind_a_prompt"),
+    Mutant("quiet", "quiet", "a chain in training sees keys of its own text", "python/specrs/train/eagle3.py",
+           "mask = same & (gap >= j)", "mask = same & (gap >= 0)", "trained:drafts_of_the_engine"),
+    Mutant("quiet", "quiet", "pieces in training see each other", "python/specrs/train/eagle3.py",
+           "same = pieces[:, :, None] == pieces[:, None, :]", "same = pieces[:, :, None] >= pieces[:, None, :]",
+           "trained:see_each_other"),
+    Mutant("quiet", "quiet", "a head learns the token that it is given", "python/specrs/train/teacher.py",
+           "torch.cat(wanted).roll(-1, 0)", "torch.cat(wanted)", "trained:served_model"),
 ]  # fmt: skip
 
 
