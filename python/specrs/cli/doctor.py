@@ -377,8 +377,12 @@ def _tried(report: Report, model: Path, draft: Path, given: EngineOptions) -> No
         options: EngineOptions = {**given, "tree": (1, 1, 2), "max_batch": 1, "drafters": ["head"]}
         params = SamplingParams(max_tokens=_TRIED, ignore_eos=True, seed=0)
         with LLM(model, draft, progress=False, **options) as llm:
-            start = [min(llm.eos_ids, default=0)] if llm.tokenizer is None else llm.tokenizer.encode("The").ids
-            [output] = llm.generate([{"prompt_token_ids": start}], params)
+            prompt: Any = "The"
+            if llm.tokenizer is None:
+                prompt = [min(llm.eos_ids, default=0)]
+            elif "default" in llm.chat_templates.templates:  # such a model writes nothing sensible without it
+                prompt = llm.chat_prompt([{"role": "user", "content": "Tell me about the sea."}])
+            [output] = llm.generate([prompt], params)
         return sum(output.drafted) / max(output.proposed, 1)
 
     name, remedy = "first drafts accepted", "a smaller --max-batch, or --no-run, which does not try the head"
