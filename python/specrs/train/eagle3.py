@@ -30,7 +30,7 @@ from specrs.models.layer import norm_weight
 from specrs.train.layers import GatedMLP, Projections, RMSNorm, merge_heads, rope_table
 
 FEATURES = 3
-_ROWS = 4096  # rows whose logits are in memory at once
+_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}  # logits that are in memory at once
 
 
 def feature_layers(layers: int) -> tuple[int, ...]:
@@ -254,6 +254,7 @@ class Eagle3(nn.Module):
         """float32 [steps, 4]: `_scores` of every step. Logits of few rows at a time are in memory, and are computed
         again for the gradient."""
         pieces = lesson.pieces.flatten()
+        rows = max(_LOGITS[pieces.device.type] // self.sizes.draft_vocab_size, 1)
         outputs = self.unroll(lesson.embeds, lesson.features, lesson.pieces, steps)
         total = []
         for j, hidden in enumerate(outputs):
@@ -264,8 +265,10 @@ class Eagle3(nn.Module):
             )
             each = (hidden.flatten(0, 1), lesson.wanted, lesson.best, chained)
             parts = [
-                checkpoint(self._score, *(x[first : first + _ROWS] for x in each), use_reentrant=False)
-                for first in range(0, len(chained), _ROWS)
+                checkpoint(
+                    self._score, *(x[first : first + rows] for x in each), use_reentrant=False, preserve_rng_state=False
+                )
+                for first in range(0, len(chained), rows)
             ]
             total.append(torch.stack(parts).sum(0))
         return torch.stack(total)

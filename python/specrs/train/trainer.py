@@ -227,40 +227,64 @@ class Trainer:
         Raises:
             TrainingError: the loss is not finite.
         """
+        if self._device.type == "cuda" and self.share < 1:
+            self._warm_up()
         began, before = time.perf_counter(), self.seconds
-        saved = began
+        saved, last = began, None
         if not self.curve:
             self.evaluate()
         while self.share < 1 and not stopped():
-            loss = self._step()
+            share, loss = self.share, self._step()
+            if last is not None:  # a step late, so that a GPU computes meanwhile
+                tell(min(share, 1.0), f"loss {self._checked(last):.3f}")
+            last = loss
             self.seconds = before + time.perf_counter() - began
-            if not math.isfinite(loss):
-                raise TrainingError(
-                    f"loss = {loss} after {self.seen} tokens: the training diverged; a smaller rate than "
-                    f"{self._options.rate} may help"
-                )
-            if self.share * _CURVE >= len(self.curve) or self.share >= 1:
+            if int(self.share * _CURVE) > int(share * _CURVE):
                 self.evaluate()
-            tell(min(self.share, 1.0), f"loss {loss:.3f}")
             if time.perf_counter() - saved > _SAVE_SECONDS:
+                self._checked(last)
                 save(self.state())
                 saved = time.perf_counter()
+        if last is not None:
+            tell(min(self.share, 1.0), f"loss {self._checked(last):.3f}")
         save(self.state())
 
-    def _step(self) -> float:
+    def _checked(self, loss: Tensor) -> float:
+        found = float(loss)
+        if not math.isfinite(found):
+            raise TrainingError(
+                f"loss = {found} after {self.seen} tokens: the training diverged; a smaller rate than "
+                f"{self._options.rate} may help"
+            )
+        return found
+
+    def _warm_up(self) -> None:
+        """Compile, by gradients of the next batch that are dropped; a schedule by the clock begins behind that."""
+        began, at = time.perf_counter(), self._stream.at
+        self._gradients()
+        self.head.zero_grad(set_to_none=True)
+        torch.cuda.synchronize(self._device)
+        self._stream.at = at
+        self._budget = max(self._budget - (time.perf_counter() - began), 1.0)
+
+    def _step(self) -> Tensor:
         """One step of the optimiser; returns the loss of the first unrolled step."""
-        rows = self._stream.next()
         rate = learning_rate(self.share, self._options.rate)
-        parts = list(self._lesson(rows).split(self._rows))
+        loss = self._gradients()
+        self._optimiser.step(rate)
+        self.seen += self._options.batch * self._options.length
+        return loss
+
+    def _gradients(self) -> Tensor:
+        """Add the gradients of the next batch; returns the loss of the first unrolled step."""
+        parts = list(self._lesson(self._stream.next()).split(self._rows))
         first = torch.zeros((), device=self._device)
         for part in parts:
             scores = self._scores(part)
             each = scores[:, 0] / scores[:, 1].clamp(min=1)
             ((each * self._weights).sum() / len(parts)).backward()  # type: ignore[no-untyped-call]
             first += each[0].detach() / len(parts)
-        self._optimiser.step(rate)
-        self.seen += rows.tokens.numel()
-        return float(first)
+        return first
 
     def _lesson(self, rows: Rows) -> Lesson:
         return self._teacher.lesson(rows, self._ids, self._drafts, _HARD)

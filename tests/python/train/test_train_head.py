@@ -124,7 +124,7 @@ def test_what_was_interrupted_goes_on_bit_for_bit(
             train(parts, *options, *(["--resume"] if calls == 4 else []))
         assert "ended before its time; --resume goes on" in capsys.readouterr().out
         assert (parts / "checkpoint" / "state.pt").exists() and "ended before" in (parts / "README.md").read_text()
-    assert record(parts)["counts"]["tokens trained on"] == 7 * 64
+    assert record(parts)["counts"]["tokens trained on"] == 9 * 64
     train(parts, *options, "--resume")
     for a, b in zip(read_weights(whole).items(), read_weights(parts).items(), strict=True):
         assert a[0] == b[0] and torch.equal(a[1], b[1]), a[0]
@@ -229,7 +229,7 @@ def test_a_training_that_diverges_keeps_the_checkpoint_before(
     kept = (tmp_path / "out" / "checkpoint" / "state.pt").read_bytes()
     monkeypatch.setattr(training.Trainer, "_step", lambda self: float("nan"))
     assert train(tmp_path / "out", *options, "--resume") == 2
-    assert "loss = nan after 128 tokens: the training diverged; a smaller rate" in capsys.readouterr().err
+    assert "loss = nan after 192 tokens: the training diverged; a smaller rate" in capsys.readouterr().err
     assert (tmp_path / "out" / "checkpoint" / "state.pt").read_bytes() == kept
 
 
