@@ -183,7 +183,11 @@ class Eagle3(nn.Module):
 
     @torch.no_grad()
     def begin_at(self, model: Path, target: ModelConfig, ids: Tensor) -> None:
-        """Take the draft vocabulary, ascending target ids, and begin where the target's own last product is."""
+        """Take the draft vocabulary, ascending target ids, and begin near the target.
+
+        The head's feature begins as the target's last one, and its last product as the target's own, with a norm that
+        is scaled so that scores differ by about one.
+        """
         self.d2t.copy_(ids - torch.arange(len(ids)))
         self.t2d.zero_()
         self.t2d[ids] = True
@@ -192,7 +196,8 @@ class Eagle3(nn.Module):
         self.lm_head.weight.copy_(weights.load(last)[ids])
         norm = norm_weight(HOST, weights, "model.norm", target.block)
         assert norm is not None
-        self.norm.weight.copy_(norm)
+        self.norm.weight.copy_(norm / (self.lm_head.weight * norm).norm(dim=-1).mean())
+        self.fc.weight[:, -self.sizes.hidden_size :] += torch.eye(self.sizes.hidden_size)
 
     @property
     def target_ids(self) -> Tensor:
