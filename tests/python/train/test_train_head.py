@@ -48,7 +48,7 @@ def test_a_head_learns_and_drafts(small: tuple[Path, int]) -> None:
     said = record(out)
     [kind] = said["curve"][0]["held_out"]
     first, *_, last = (point["held_out"][kind] for point in said["curve"])
-    assert all(b < a - 1 for a, b in zip(first["loss"], last["loss"], strict=True))
+    assert all(b < a - 0.5 for a, b in zip(first["loss"], last["loss"], strict=True))
     assert last["agreement"][0] > 0.1 and said["coverage"] > 0.8 and said["finished"]
     found = said["measured"]
     assert found["identical"] and found["kinds"]["all"]["bush"] > 1.2 and found["kinds"]["all"]["tokens"] > 100
