@@ -255,7 +255,8 @@ class Session:
         tokens = min(_TOKENS[self._site.place.device.type], context // 2)
         engines = Engines(self.model, asked.out, prompts, tokens, options)
         self._log(f"measuring on {len(prompts)} held-out prompts")
-        return Report(self.model.name, record, measured(engines))
+        named = asked.model is not None and not Path(asked.model).is_dir()  # by the hub's name
+        return Report(str(asked.model) if named else self.model.resolve().name, record, measured(engines))
 
     def _held_out_prompts(self) -> list[Prompt]:
         """Held-out prompts of each kind: those that are given, and beginnings of the text."""
