@@ -255,3 +255,20 @@ def test_text_and_prompts_that_the_model_has_no_tokens_for(
     (tmp_path / "prompts.jsonl").write_text('{"prompt_token_ids": [200]}\n{"prompt_token_ids": [201]}\n')
     assert train(tmp_path / "out", str(model), *options[3:], "--draft-vocab", "64") == 2
     assert "prompts: all 2 are refused, the first with: prompt[0] = 20" in capsys.readouterr().err
+
+
+def test_what_a_gpu_compiles_by_changes_no_step(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path / "cold", *options)
+    begin = training.Trainer.train
+
+    def warmed(self: training.Trainer, *args: Any) -> None:
+        self._warm_up()
+        begin(self, *args)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(training.Trainer, "train", warmed)
+    train(tmp_path / "warm", *options)
+    cold, warm = (read_weights(tmp_path / name) for name in ("cold", "warm"))
+    assert all(torch.equal(cold[name], warm[name]) for name in cold)
