@@ -61,7 +61,7 @@ from specrs.models.acceptance import UNKNOWN
 from specrs.models.config import LayerConfig
 from specrs.models.cuda import CudaDense, CudaLinear, DevicePlan
 from specrs.models.eagle3 import Eagle3Head
-from specrs.models.features import FeatureRows, Features
+from specrs.models.features import FeatureRows
 from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
 
@@ -143,19 +143,12 @@ class CudaExecutor(HostExecutor):
             with self._seated(b, pages) as seqs:
                 prompt = self._prompt_len(pages)
                 measured[b] = {levels: self._seconds(b, levels, seqs, prompt) for levels in (0, *tried)}
-        enter, resume = (self._entering(pages, recalls) for recalls in (False, True))
-        return self._expecting(costs_of_rounds(shape, measured, enter, resume), shape)
+        return self._expecting(costs_of_rounds(shape, measured, self._resuming(pages)), shape)
 
     def _expecting(self, costs: Costs, shape: core.TreeShape) -> TreePolicy:
         head = None if self.drafts is None else self.drafts.head
         expected = UNKNOWN if head is None else head.acceptance
-        return TreePolicy(costs, [Kind.of(one, shape.steps) for one in expected], tail=self._tail)
-
-    @property
-    def _tail(self) -> int | None:
-        """Return how many positions the head reads at most before it drafts; ``None``: all, as formats with lists do,
-        whose lists begin at a request's first position."""
-        return TAIL if self.planner.format == "native" else None
+        return TreePolicy(costs, [Kind.of(one, shape.steps) for one in expected])
 
     def _policy_of_trees(self, shape: core.TreeShape, pages: Pages) -> TreePolicy:
         """Return a policy for an engine without a head. The host makes its drafts, so only verification costs time."""
@@ -164,7 +157,7 @@ class CudaExecutor(HostExecutor):
         target = {b * most_nodes(shape, n): self._seconds(b, n) for b in sizes for n in (0, *deep)}
         self._warm(sorted({levels_for(shape, n) for n in tiers(shape.draft_tokens)}), pages)
         rows, nothing = sorted(target), PassCost([1], [0.0], pace)
-        costs = Costs(PassCost(rows, [target[n] for n in rows], pace), nothing, nothing, nothing, nothing)
+        costs = Costs(PassCost(rows, [target[n] for n in rows], pace), nothing, nothing, nothing)
         return self._expecting(costs, shape)
 
     @contextmanager
@@ -260,23 +253,21 @@ class CudaExecutor(HostExecutor):
             self.drafts.head.write(tokens, aux.layers, plan, self.drafts.cache)
             self.drafts.head.extend(tokens, aux.layers, plan, self.drafts.cache, tokens[:1])
 
-    def _entering(self, pages: Pages, recalls: bool) -> float:
-        """Measure in seconds the pass after which a request drafts for the first time, or again (``recalls``).
+    def _resuming(self, pages: Pages) -> float:
+        """Measure in seconds the pass after which a request drafts again.
 
         It is measured behind a pass over a prompt, as it comes in a request: behind itself, its code and data would
         still be in the host's caches.
         """
         assert isinstance(self.drafts, CudaDrafts)
         n, seq, seconds = min(TAIL, pages.most_tokens), pages.pool.create(), []
-        kept = self._prompt_features(n)
         with pages.pool.reserve([(seq, n)]):
             for _ in range(_RUNS + 2):  # the first two allocate memory and capture a graph
                 self._read(seq, n)
                 self._stream.synchronize()
                 started = time.perf_counter()
                 plan = self.planner.extend([seq], [0], [n])
-                features = None if recalls else [[Features(kept, range(n))]]
-                self.drafts.entering[0].run(plan, [[0] * (n + 1)], features, [seq.row])
+                self.drafts.entering[0].run(plan, [[0] * (n + 1)], None, [seq.row])
                 self._stream.synchronize()
                 seconds.append(time.perf_counter() - started)
         pages.pool.release([seq])
@@ -354,10 +345,6 @@ class CudaExecutor(HostExecutor):
         launched = LaunchedRound(batch, bucket, number, variant, range(len(batch)))
         return launched if made is None else replace(launched, host_trees=made.trees, host_faults=made.faults)
 
-    @property
-    def waited(self) -> float:
-        return sum(bucket.waited for bucket in self._buckets.values())
-
     def launch(self, verified: Verified, rounds: int, levels: int) -> Verified | None:
         assert isinstance(verified, LaunchedRound)
         remaps = verified.variant.levels > 0 and self.planner.geometry.page_size == 1
@@ -366,7 +353,7 @@ class CudaExecutor(HostExecutor):
             return None  # the upload would store whole rows, which rounds in flight change
         bucket, variant = verified.bucket, replace(verified.variant, loop=False)
         if variant.levels:  # else there are no roots to draft from
-            variant = replace(variant, levels=levels, follow=levels > 0)
+            variant = replace(variant, levels=levels)
         variant = replace(variant, loop=bucket.loops(variant))
         number = bucket.again(variant, rounds)
         return LaunchedRound(verified.batch, bucket, number, variant, verified.seats)
@@ -434,10 +421,6 @@ class CudaDrafts(HostDrafts):
 
     def can_extend(self, request: Request) -> bool:
         return True  # the target makes features that are missing
-
-    def write(self, requests: Sequence[Request]) -> Sequence[core.NonFiniteError | None]:
-        self._write([Entries(r, r.head.end, r.lag) for r in requests])
-        return [None] * len(requests)
 
     def extend(self, requests: Sequence[Request]) -> Sequence[object]:
         most = self.entering[-1].rows

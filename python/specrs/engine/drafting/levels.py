@@ -52,9 +52,7 @@ def drafted_levels(shape: TreeShape) -> set[int]:
     return {1, (shape.steps + 1) // 2, shape.steps}
 
 
-def costs_of_rounds(
-    shape: TreeShape, measured: Mapping[int, Mapping[int, float]], enter: float, resume: float
-) -> Costs:
+def costs_of_rounds(shape: TreeShape, measured: Mapping[int, Mapping[int, float]], resume: float) -> Costs:
     """Return the costs of passes that explain the measured times of whole rounds.
 
     Rounds of one request tell what drafting takes, and those of the largest batch what more rows take. Drafting is
@@ -64,7 +62,6 @@ def costs_of_rounds(
         shape: the shape of the deepest trees.
         measured: seconds of rounds by the number of requests and the number of levels of drafts, among them 1 request,
             and 0 and 1 levels.
-        enter: seconds of the pass after which a request drafts for the first time.
         resume: seconds of the pass after which a request drafts again.
     """
     one, pace = measured[1], Pace()
@@ -82,7 +79,7 @@ def costs_of_rounds(
     rows = sorted(target)
     return Costs(
         PassCost(rows, [target[n] for n in rows], pace), PassCost([1], [step], pace), PassCost([1], [extend], pace),
-        PassCost([1], [enter], pace), PassCost([1], [resume], pace),
+        PassCost([1], [resume], pace),
     )  # fmt: skip
 
 
@@ -91,20 +88,15 @@ def round_seconds(shape: TreeShape, costs: Costs, batch: int, levels: int) -> fl
     return costs.drafting(batch, batch * shape.topk, levels) + costs.target.at(batch * most_nodes(shape, levels))
 
 
-def best_levels(
-    shape: TreeShape, costs: Costs, kinds: Sequence[Kind], batch: int, limit: float, deepest: int
-) -> tuple[int, float, float]:
+def best_levels(shape: TreeShape, costs: Costs, kinds: Sequence[Kind], batch: int, limit: float, deepest: int) -> int:
     """Choose the number of levels with the most tokens per second, in a round that takes at most ``limit`` seconds.
 
     Args:
         kinds: the kind of each request that drafts.
         batch: number of all requests of the round.
         deepest: the deepest level that any request can use.
-
-    Returns:
-        The number of levels, the expected tokens of such a round, and its seconds.
     """
-    choices, expected = list[tuple[int, float, float]](), float(batch)
+    choices, expected = list[tuple[float, int]](), float(batch)
     reached, tried = [1.0] * len(kinds), drafted_levels(shape)
     for levels in range(1, shape.steps + 1):
         reached = [p * kind.levels[levels - 1] for p, kind in zip(reached, kinds, strict=True)]
@@ -114,7 +106,7 @@ def best_levels(
         seconds = round_seconds(shape, costs, batch, levels)
         if levels > 1 and seconds > limit:
             break
-        choices.append((levels, expected, seconds))
+        choices.append((expected / seconds, levels))
         if levels >= deepest:
             break
-    return max(choices, key=lambda choice: (choice[1] / choice[2], choice[0]))  # of equal ones, the deepest
+    return max(choices)[1]  # of equal ones, the deepest
