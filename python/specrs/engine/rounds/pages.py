@@ -89,10 +89,7 @@ class Pages:
         if not self._config.prefix_cache or request.error is not None:
             return
         drafted = request.head.prefix if self._drafts else 0
-        # A cached page must not be written to, and the head has entries to add behind `HeadState.end`.
-        writes = self._drafts and request.head.followed and request.finish_reason is None
-        valid = request.head.end if writes else request.committed
-        self.pool.cache_insert(request.seq, request.tokens[:valid], drafted, self._salt(request))
+        self.pool.cache_insert(request.seq, request.tokens[: request.committed], drafted, self._salt(request))
 
     def _salt(self, request: Request) -> int:
         """The core's salt of a request's cached pages; 0 without one."""
