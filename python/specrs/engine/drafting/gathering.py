@@ -223,17 +223,16 @@ class Gathering:
     def watch(self, batch: Sequence[Request], verified: VerifiedTrees) -> None:
         """Tell the target's likeliest tokens in verified trees to the sources that learn from them and were asked for
         the round, for requests that go on."""
-        learning: dict[int, list[DraftSession]] = {}
-        for i, r in enumerate(batch if self._last.asked else ()):
-            if r.request_id in self._last.asked and r.finish_reason is None:
-                observing = [session for session in self.sources.begun(r) if session.observes]
-                if observing:
-                    learning[i] = observing
-        rows = verified.likeliest(list(learning), LIKELIEST) if learning else None
+        last, learning = self._last, list[tuple[int, Request, list[DraftSession]]]()
+        for i, r in enumerate(batch if last.asked else ()):
+            if r.request_id in last.asked and r.finish_reason is None:
+                sessions = [session for session in self.sources.begun(r) if session.observes]
+                learning += [(i, r, sessions)] if sessions else []
+        rows = verified.likeliest([i for i, *_ in learning], LIKELIEST) if learning else None
         if rows is None:  # also where a device has moved on
             return
-        with self._paid([batch[i] for i in learning] if self._last.charged else (), len(batch)):
-            for sessions, (tokens, top) in zip(learning.values(), rows, strict=True):
+        with self._paid([r for _, r, _ in learning] if last.charged else (), len(last.requests)):
+            for (*_, sessions), (tokens, top) in zip(learning, rows, strict=True):
                 told = tuple(tokens), tuple(map(tuple, top))  # the same objects for all, which none of them can change
                 for session in sessions:
                     session.observe(*told)
