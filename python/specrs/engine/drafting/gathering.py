@@ -246,6 +246,7 @@ class Gathering:
 
     def forget(self, r: Request) -> None:
         """Forget a request that has ended."""
+        self._grade()
         self.sources.forget(r)
 
     def close(self) -> None:
