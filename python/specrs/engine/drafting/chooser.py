@@ -57,7 +57,7 @@ class Kind:
 
     def learn(self, gain: float) -> None:
         """Learn from the gain of a round with drafts over plain rounds."""
-        self.gain += _LEARN * (min(gain, 8.0) - self.gain)
+        self.gain += _LEARN * (gain - self.gain)
 
     def reached(self, accepted: int, levels: int) -> None:
         """Learn from a path of ``accepted`` drafts in a tree of ``levels`` levels."""
