@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from specrs.engine.drafting.budget import ENGINE, Account, TokenBucket, request_bucket
-from specrs.engine.drafting.costs import Costs
+from specrs.engine.drafting.costs import LEARN, Costs
 from specrs.models.acceptance import UNKNOWN, Acceptance
 
 TAIL = 32
@@ -19,7 +19,6 @@ TAIL = 32
 (part ``tails`` of `benches/results/gate.json`)."""
 _RISK = 0.7  # share of what those that draft may lose together that one round may risk
 _YIELD = 0.75  # share of a level's chance that the next level keeps (part ``yields`` there)
-_LEARN = 0.05  # weight of a round in a running mean
 _COOL = 0.8  # temperature up to which sampling is near to greedy
 
 
@@ -57,12 +56,12 @@ class Kind:
 
     def learn(self, gain: float) -> None:
         """Learn from the gain of a round with drafts over plain rounds."""
-        self.gain += _LEARN * (gain - self.gain)
+        self.gain += LEARN * (gain - self.gain)
 
     def reached(self, accepted: int, levels: int) -> None:
         """Learn from a path of ``accepted`` drafts in a tree of ``levels`` levels."""
         for level in range(min(levels, accepted + 1)):
-            self.levels[level] += _LEARN * ((accepted > level) - self.levels[level])
+            self.levels[level] += LEARN * ((accepted > level) - self.levels[level])
 
 
 def by_temperature(temperature: float) -> int:

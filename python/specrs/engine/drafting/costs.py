@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _STEP = 1.015  # factor of the pace at each pass: the pace is a running median
-_MEAN = 0.05  # least weight of a round in the mean of what rounds of its kind take beside their passes
+LEARN = 0.05  # least weight of a round in a running mean
 
 
 @dataclass
@@ -110,4 +110,4 @@ class Costs:
         """Learn from a round that took ``seconds`` where ``expected`` were."""
         self.seen[kind] += 1
         more = min(max(seconds - expected, -expected / 2), expected / 2)
-        self.beside[kind] += max(1 / self.seen[kind], _MEAN) * more
+        self.beside[kind] += max(1 / self.seen[kind], LEARN) * more
