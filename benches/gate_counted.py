@@ -69,7 +69,7 @@ class Counter:
         def observed(outcome: RoundOutcome) -> None:
             beside = BESIDE[outcome.plan.drafts] / 1e3  # what Python spends beside the passes of a round
             self.seconds += beside
-            observe(replace(outcome, seconds=outcome.seconds + beside))
+            observe(replace(outcome, seconds=None if outcome.seconds is None else outcome.seconds + beside))
 
         runner.drafting.observe = observed
         if llm.speculative:

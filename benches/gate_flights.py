@@ -97,7 +97,8 @@ class Priced(world.Device):
     def policy(self, pages: Any) -> TreePolicy:
         shape = self.planner.geometry.shape
         seconds = {b: {levels: ms / 1e3 for levels, ms in rounds.items()} for b, rounds in ROUNDS.items()}
-        return TreePolicy(costs_of_rounds(shape, seconds, (RESUME + BEGUN) / 1e3), kinds(shape.steps))
+        costs = costs_of_rounds(shape, seconds, (ENTER + BEGUN) / 1e3, (RESUME + BEGUN) / 1e3)
+        return TreePolicy(costs, kinds(shape.steps))
 
     def prefill(self, *args: Any) -> Any:
         CLOCK.host = CLOCK.launch(PROMPT)

@@ -179,7 +179,7 @@ def world(
     """
     monkeypatch.setattr(gathering_module, "time", clock)
     dear = PassCost([1, 8], [head, head])
-    costs = Costs(PassCost(list(rows), list(rows.values())), dear, dear, dear, [1e-4, 3e-4, hosted])
+    costs = Costs(PassCost(list(rows), list(rows.values())), dear, dear, dear, beside=[1e-4, 3e-4, hosted])
     gathering = Gathering(Sources(tuple(map(Source.of, sources)), VOCAB), 16, 15, tiers)
     drafting = Drafting(TreeShape(1, 8, 9), 1, False, gathering, tiers is not None)
     drafting.price(TreePolicy(costs))

@@ -39,7 +39,9 @@ class Launched(Drafting):
         super().__init__(SHAPE, 1, True, Gathering(Sources((), 8), 32, 6, [2]), True, 32)
         self.price(TreePolicy(costs, [Kind.of(one, SHAPE.steps) for one in UNKNOWN]))
 
-    def ended(self, plan: RoundPlan, passed: Sequence[Any], seconds: float, trees: TreeBatch | None = None) -> None:
+    def ended(
+        self, plan: RoundPlan, passed: Sequence[Any], seconds: float | None, trees: TreeBatch | None = None
+    ) -> None:
         """A round ended."""
         self.observe(RoundOutcome(plan, None, range(len(passed)), passed, SimpleNamespace(trees=trees), seconds))  # type: ignore[arg-type]
 
@@ -55,7 +57,7 @@ def tree(rows: float = 0.0, overhead: float = 0.0) -> Launched:
             PassCost([1], [STEP], pace),
             extend,
             extend,
-            [0.0, 0.0, overhead],
+            beside=[0.0, 0.0, overhead],
         )
     )
 
@@ -222,7 +224,7 @@ def crowd(size: int, chances: Sequence[float], clock: list[float]) -> list[float
         trees = None
         if levels:
             trees = TreeBatch.from_parents([[-1, *range(n - 1)] for n in sizes], [[0] * n for n in sizes])
-        speculation.ended(plan, passed, seconds, trees)
+        speculation.ended(plan, passed, None if entering else seconds, trees)
         for r in [r for r in live if r.remaining <= 0]:
             speculation.forget(r)
             live.remove(r)
@@ -294,12 +296,12 @@ def test_costs_of_passes_explain_the_rounds_that_were_measured(shape: tuple[int,
         for levels in tried:
             more = rows * math.sqrt(most_nodes(shape_, levels))  # a pass takes the less for a row, the more rows it has
             measured[1][levels] = 1.0 + extend + (levels - 1) * step + more
-        costs = costs_of_rounds(shape_, measured, 0.75)
+        costs = costs_of_rounds(shape_, measured, 0.25, 0.75)
         overhead = costs.beside[SPECULATIVE]
         for levels in tried:
             assert round_seconds(shape_, costs, 1, levels) - overhead == pytest.approx(measured[1][levels])
         assert costs.target.at(1) == 1.0
-        assert costs.resume.at(40) == 0.75
+        assert (costs.enter, costs.resume.at(40)) == (0.25, 0.75)
 
 
 def test_the_poorest_are_left_out_of_a_round_that_others_can_pay() -> None:

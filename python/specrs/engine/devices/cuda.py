@@ -61,7 +61,7 @@ from specrs.models.acceptance import UNKNOWN
 from specrs.models.config import LayerConfig
 from specrs.models.cuda import CudaDense, CudaLinear, DevicePlan
 from specrs.models.eagle3 import Eagle3Head
-from specrs.models.features import FeatureRows
+from specrs.models.features import FeatureRows, Features
 from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
 
@@ -143,7 +143,8 @@ class CudaExecutor(HostExecutor):
             with self._seated(b, pages) as seqs:
                 prompt = self._prompt_len(pages)
                 measured[b] = {levels: self._seconds(b, levels, seqs, prompt) for levels in (0, *tried)}
-        return self._expecting(costs_of_rounds(shape, measured, self._resuming(pages)), shape)
+        enter, resume = (self._entering(pages, recalls) for recalls in (False, True))
+        return self._expecting(costs_of_rounds(shape, measured, enter, resume), shape)
 
     def _expecting(self, costs: Costs, shape: core.TreeShape) -> TreePolicy:
         head = None if self.drafts is None else self.drafts.head
@@ -253,21 +254,23 @@ class CudaExecutor(HostExecutor):
             self.drafts.head.write(tokens, aux.layers, plan, self.drafts.cache)
             self.drafts.head.extend(tokens, aux.layers, plan, self.drafts.cache, tokens[:1])
 
-    def _resuming(self, pages: Pages) -> float:
-        """Measure in seconds the pass after which a request drafts again.
+    def _entering(self, pages: Pages, recalls: bool) -> float:
+        """Measure in seconds the pass after which a request drafts for the first time, or again (``recalls``).
 
         It is measured behind a pass over a prompt, as it comes in a request: behind itself, its code and data would
         still be in the host's caches.
         """
         assert isinstance(self.drafts, CudaDrafts)
         n, seq, seconds = min(TAIL, pages.most_tokens), pages.pool.create(), []
+        kept = self._prompt_features(n)
         with pages.pool.reserve([(seq, n)]):
             for _ in range(_RUNS + 2):  # the first two allocate memory and capture a graph
                 self._read(seq, n)
                 self._stream.synchronize()
                 started = time.perf_counter()
                 plan = self.planner.extend([seq], [0], [n])
-                self.drafts.entering[0].run(plan, [[0] * (n + 1)], None, [seq.row])
+                features = None if recalls else [[Features(kept, range(n))]]
+                self.drafts.entering[0].run(plan, [[0] * (n + 1)], features, [seq.row])
                 self._stream.synchronize()
                 seconds.append(time.perf_counter() - started)
         pages.pool.release([seq])

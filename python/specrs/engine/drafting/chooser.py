@@ -108,6 +108,10 @@ class TreePolicy:
         """Return the plain rounds that a batch waits until the head has run over ``lag`` positions of a request."""
         return self.costs.resume.at(lag) / self.costs.plain(batch) * batch
 
+    def entering(self, batch: int) -> float:
+        """Return the plain rounds that the pass behind prompts takes while a batch waits."""
+        return self.costs.enter / self.costs.plain(batch)
+
     def least_loss(self, batch: int, drafting: int) -> float:
         """Return the plain rounds that each of ``drafting`` requests loses if its only draft node is refused."""
         return self.lost(batch, drafting, self.least_round(batch, drafting)) / drafting

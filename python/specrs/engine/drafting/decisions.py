@@ -74,10 +74,17 @@ class Drafting:
 
     def follows(self, request: Request) -> bool:
         """Return whether the head follows a request that was just admitted, perhaps not for the first time: if it could
-        pay for a round with drafts now. Reading the end of its prompt costs nothing."""
+        draft now."""
         if self.tail is None and request.head.first:
             return False  # the prefix cache has no draft KV of what the head would have to read
-        return self.account(request).room(1) >= self.policy.least_loss(1, 1)
+        account, least = self.account(request), self.policy.least_loss(1, 1)
+        return account.request.left >= least and account.engine.left >= least + self.policy.entering(1)
+
+    def entered(self, requests: Sequence[Request]) -> None:
+        """Pay for the pass behind the prompts of requests: from the engine's bucket alone, so that they keep all that
+        they have for their first rounds."""
+        for r in requests:
+            self.account(r).engine.pay(self.policy.entering(len(self._accounts)) / len(requests))
 
     def forget(self, request: Request) -> None:
         """Forget a request that has ended."""
@@ -182,7 +189,12 @@ class Drafting:
         rooms = self._rooms(batch, flying)
         if any(drafts != (i in rooms) for i, drafts in enumerate(flying)):
             return None
-        return replace(plan, levels=self._reach(batch, rooms)[1]) if rooms else plan
+        if not rooms:
+            return plan
+        # The round in flight may lose all its drafts, for which nobody has paid yet.
+        seconds = round_seconds(self._shape, self.policy.costs, len(batch), plan.levels)
+        lost = self.policy.lost(len(batch), len(rooms), seconds) / len(rooms)
+        return replace(plan, levels=self._reach(batch, {i: room - lost for i, room in rooms.items()})[1])
 
     def others_know_better(self, plan: RoundPlan, batch: Batch, rows: Sequence[int]) -> bool:
         """Return whether to launch no more rounds behind those in flight, because other sources' drafts are better.
@@ -207,7 +219,7 @@ class Drafting:
             if p.request.params.speculative:
                 self.account(p.request).earn(p.kept, len(passed))
         seconds = self._seconds(outcome)
-        if not self.policy.fixed:
+        if not self.policy.fixed and outcome.seconds is not None:
             kind = PLAIN if not plan.drafts else HOSTED if plan.head is None else SPECULATIVE
             self.policy.costs.observe(kind, seconds, outcome.seconds)
         if plan.head is not None:

@@ -52,7 +52,9 @@ def drafted_levels(shape: TreeShape) -> set[int]:
     return {1, (shape.steps + 1) // 2, shape.steps}
 
 
-def costs_of_rounds(shape: TreeShape, measured: Mapping[int, Mapping[int, float]], resume: float) -> Costs:
+def costs_of_rounds(
+    shape: TreeShape, measured: Mapping[int, Mapping[int, float]], enter: float, resume: float
+) -> Costs:
     """Return the costs of passes that explain the measured times of whole rounds.
 
     Rounds of one request tell what drafting takes, and those of the largest batch what more rows take. Drafting is
@@ -62,6 +64,7 @@ def costs_of_rounds(shape: TreeShape, measured: Mapping[int, Mapping[int, float]
         shape: the shape of the deepest trees.
         measured: seconds of rounds by the number of requests and the number of levels of drafts, among them 1 request,
             and 0 and 1 levels.
+        enter: seconds of the pass after which a request drafts for the first time.
         resume: seconds of the pass after which a request drafts again.
     """
     one, pace = measured[1], Pace()
@@ -79,7 +82,7 @@ def costs_of_rounds(shape: TreeShape, measured: Mapping[int, Mapping[int, float]
     rows = sorted(target)
     return Costs(
         PassCost(rows, [target[n] for n in rows], pace), PassCost([1], [step], pace), PassCost([1], [extend], pace),
-        PassCost([1], [resume], pace),
+        PassCost([1], [resume], pace), enter,
     )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ class RoundOutcome:
         rows: the rows of the plan's batch with results; the requests of other rows have ended meanwhile.
         passed: the results of each of these requests.
         verified: the trees of these requests, and the accepted paths.
-        seconds: seconds that the round took.
+        seconds: seconds that the round took; ``None`` if a device waited for its plan, so that it took longer.
     """
 
     plan: RoundPlan
@@ -77,7 +77,7 @@ class RoundOutcome:
     rows: Sequence[int]
     passed: Sequence[Passed]
     verified: VerifiedTrees
-    seconds: float
+    seconds: float | None
 
     @cached_property
     def head(self) -> list[bool]:

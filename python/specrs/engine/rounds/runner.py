@@ -128,6 +128,7 @@ class Runner:
             except BaseException:
                 self._collected += passed  # the requests already have their tokens
                 raise
+            self.drafting.entered([r for r in batch if r.ready and r.head.followed])
         for r in batch:
             if r.committed >= len(r.tokens) - 1 and r.finish_reason is None:
                 self.pages.share_prefix(r)
@@ -290,7 +291,10 @@ class Runner:
         for o in flight.observers:
             o.ended()
         began, flight.ended = flight.ended, time.perf_counter()
-        self.drafting.observe(RoundOutcome(plan, flight.trees, rows, passed, verified, flight.ended - began))
+        # A device has waited for the first round of a flight to be planned, unless it waits for every round.
+        waited = self.executor.launched and began == plan.began and not flight.closed
+        seconds = None if waited else flight.ended - began
+        self.drafting.observe(RoundOutcome(plan, flight.trees, rows, passed, verified, seconds))
         if flight.rounds and not flight.closed and self.drafting.others_know_better(flight.plan, *flight.batch()):
             flight.closed = True  # the next round verifies the host's drafts, made from these tokens
             self.executor.request_stop()
