@@ -1,8 +1,9 @@
 """The budget for time lost to drafts: a token bucket of each request, and one of the engine for each kind of requests.
 
 Both buckets hold the number of plain rounds that may still be lost to drafts. Each token of a round adds a little, and
-a round that wins adds the rounds that it won, up to `CAP`. All work that is done for drafts is paid from both buckets.
-So a request drafts from its first round on, and stops within a few rounds if its drafts lose. If one request of a kind
+a round that wins adds the rounds that it won, up to `CAP`. All work that is done for drafts is paid from both buckets,
+but the pass behind a prompt from the engine's alone, so that a request keeps all that it has for its first rounds. So a
+request drafts from its first round on, and stops within a few rounds if its drafts lose. If one request of a kind
 after another loses, the engine's bucket becomes empty, and later requests hardly try. If they win, a request goes on
 drafting even while its own drafts lose for a while. In the long run an engine loses at most `RATE` of the time that
 plain decoding takes.
