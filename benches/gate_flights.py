@@ -97,7 +97,7 @@ class Priced(world.Device):
     def policy(self, pages: Any) -> TreePolicy:
         shape = self.planner.geometry.shape
         seconds = {b: {levels: ms / 1e3 for levels, ms in rounds.items()} for b, rounds in ROUNDS.items()}
-        costs = costs_of_rounds(shape, seconds, (ENTER + BEGUN) / 1e3, (RESUME + BEGUN) / 1e3)
+        costs = costs_of_rounds(shape, seconds, {1: (ENTER + BEGUN) / 1e3}, {1: (RESUME + BEGUN) / 1e3})
         return TreePolicy(costs, kinds(shape.steps))
 
     def prefill(self, *args: Any) -> Any:

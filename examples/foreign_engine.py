@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import layer_norm, scaled_dot_product_attention
 
-from specrs import Geometry, KvCache, Plan, Planner, Pool, Sampler, TreeBatch, TreeShape, kv_move, verify
+from specrs import Geometry, Plan, Planner, Pool, Sampler, TreeBatch, TreeShape, verify
+from specrs._specrs import Moves
 
 VOCAB, HIDDEN, LAYERS, HEADS, DIM = 32, 64, 2, 4, 16
 SHAPE = TreeShape(3, 4, 13)  # up to 3 branches of 4 drafts each; 13 nodes with the root
@@ -22,12 +23,12 @@ SHAPE = TreeShape(3, 4, 13)  # up to 3 branches of 4 drafts each; 13 nodes with 
 class Model:
     """A model of random weights; the caller computes attention."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, device: str = "cpu") -> None:
         make = torch.Generator().manual_seed(seed)
-        self.embed = torch.randn(VOCAB, HIDDEN, generator=make)
-        self.place = torch.randn(512, HIDDEN, generator=make) * 0.02
-        self.qkv = torch.randn(LAYERS, HIDDEN, 3 * HIDDEN, generator=make) * HIDDEN**-0.5
-        self.out = torch.randn(LAYERS, HIDDEN, HIDDEN, generator=make) * HIDDEN**-0.5
+        self.embed = torch.randn(VOCAB, HIDDEN, generator=make).to(device)
+        self.place = torch.randn(512, HIDDEN, generator=make).to(device) * 0.02
+        self.qkv = torch.randn(LAYERS, HIDDEN, 3 * HIDDEN, generator=make).to(device) * HIDDEN**-0.5
+        self.out = torch.randn(LAYERS, HIDDEN, HIDDEN, generator=make).to(device) * HIDDEN**-0.5
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attend) -> torch.Tensor:
         """Scores [rows, VOCAB]; ``attend(layer, q, k, v)`` works on [rows, HEADS, DIM]."""
@@ -46,7 +47,8 @@ class Model:
                 q, k, v = (t.transpose(0, 1) for t in (q, k, v))
                 return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
 
-            scores = self.forward(torch.tensor(tokens), torch.arange(len(tokens)), causal)
+            device = self.embed.device
+            scores = self.forward(torch.tensor(tokens, device=device), torch.arange(len(tokens), device=device), causal)
             tokens.append(int(scores[-1].argmax()))
         return tokens[len(prompt) :]
 
@@ -91,13 +93,26 @@ def lookup(tokens: list[int]) -> tuple[list[int], list[int]]:
     return parents, nodes
 
 
-def decode(model: Model, prompts: list[list[int]], count: int) -> tuple[list[list[int]], int]:
-    """Greedy continuations of at least ``count`` tokens, cut to it, and the rounds that they took."""
+def move(cache: torch.Tensor, moves: Moves) -> None:
+    """Make accepted KV the end of the prefix. Each source lies at or behind its destination, so reading all first is
+    as good as one by one."""
+    moves.claim(cache.data_ptr(), cache.nbytes)  # refuses moves that have run, or whose pages have changed
+    src, dst = (torch.from_dlpack(slots).long().to(cache.device) for slots in (moves.src, moves.dst))
+    cache[:, :, dst] = cache[:, :, src]
+
+
+def decode(
+    model: Model, prompts: list[list[int]], count: int, attention=attention, form: str = "flashinfer"
+) -> tuple[list[list[int]], int]:
+    """Greedy continuations of at least ``count`` tokens, cut to it, and the rounds that they took.
+
+    ``attention(plan, cache)`` gives the attention of a pass, over arrays of the planner's ``form``.
+    """
     geometry = Geometry(len(prompts), 256, 4, SHAPE)
     pool = Pool(geometry.pages_for_full_load + 1, 4, len(prompts), geometry.row_pages)  # page 0 is the sink
-    planner = Planner(geometry, pool, format="flashinfer", mask="bool")
-    cache = torch.zeros(LAYERS, 2, pool.num_pages * 4, HEADS, DIM)
-    moved = KvCache(cache, 4)  # the same memory, for the moves
+    planner = Planner(geometry, pool, format=form, mask="bool")
+    device = model.embed.device
+    cache = torch.zeros(LAYERS, 2, pool.num_pages * 4, HEADS, DIM, device=device)
     seqs = [pool.create() for _ in prompts]
     samplers = [Sampler(VOCAB, p) for p in prompts]  # greedy
     texts = [list(p) for p in prompts]
@@ -105,8 +120,9 @@ def decode(model: Model, prompts: list[list[int]], count: int) -> tuple[list[lis
     lens = [len(p) for p in prompts]  # committed: positions whose KV is final
     with pool.reserve(list(zip(seqs, lens))) as lease:  # all or nothing; leaving without commit rolls back
         plan = planner.extend(seqs, [0] * len(seqs), lens)
-        rows = torch.tensor([t for p in prompts for t in p])
-        scores = model.forward(rows, torch.from_dlpack(plan.positions).long(), attention(plan, cache))
+        rows = torch.tensor([t for p in prompts for t in p], device=device)
+        positions = torch.from_dlpack(plan.positions).long().to(device)
+        scores = model.forward(rows, positions, attention(plan, cache)).cpu()
         lease.commit(lens)
     last = torch.tensor(lens).cumsum(0) - 1
     for text, sampler, row, n in zip(texts, samplers, last, lens):
@@ -119,10 +135,11 @@ def decode(model: Model, prompts: list[list[int]], count: int) -> tuple[list[lis
         need = geometry.alloc_len_per_decode
         with pool.reserve([(s, n + need) for s, n in zip(seqs, lens)]) as lease:
             plan = planner.verify(seqs, lens, trees)
-            nodes = torch.from_dlpack(trees.tokens).long()
-            scores = model.forward(nodes, torch.from_dlpack(plan.positions).long(), attention(plan, cache))
+            nodes = torch.from_dlpack(trees.tokens).long().to(device)
+            positions = torch.from_dlpack(plan.positions).long().to(device)
+            scores = model.forward(nodes, positions, attention(plan, cache)).cpu()
             accepts = verify(trees, scores, samplers, lens)
-            kv_move(moved, planner.commit(lease, seqs, lens, accepts))  # accepted KV becomes the end of the prefix
+            move(cache, planner.commit(lease, seqs, lens, accepts))
             lens = [n + len(drawn) for n, drawn in zip(lens, accepts.tokens)]
             lease.commit(lens)
         for text, sampler, drawn in zip(texts, samplers, accepts.tokens):

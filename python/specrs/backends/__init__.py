@@ -6,8 +6,8 @@ A backend declares what it can do (`AttentionBackend`), `MATRIX` says where it r
 there, `resolve` decides from both what it may be asked for, and the engine (``LLM(attention_backend=...)``) runs models
 over it. On the CPU, plain torch stands in for other engines' kernels. It computes from the metadata arrays and the KV
 pool and from nothing else, as the real kernels do, so that arrays on which it gives the right tokens are arrays that an
-engine can hand to the real ones. On a GPU, kernels in Triton read the arrays of ``"triton"``. Importing this package
-imports neither torch nor triton.
+engine can hand to the real ones. On a GPU the real kernels read them: FlashInfer's, FlashAttention-3's, and kernels in
+Triton. Importing this package imports neither torch nor any of theirs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from types import MappingProxyType
 
 from specrs._specrs import ConfigError
 from specrs.backends.base import FORMATS, AttentionBackend, Capabilities, MissingPackageError, Step
-from specrs.backends.flash_attention import FlashAttention
-from specrs.backends.flashinfer import FlashInfer
+from specrs.backends.flash_attention import FlashAttention, FlashAttentionCuda
+from specrs.backends.flashinfer import FlashInfer, FlashInferCuda
 from specrs.backends.matrix import GRAPH_LEVELS, MATRIX, GraphLevel, Row, on_device
 from specrs.backends.native import Native, NativeCuda
 from specrs.backends.routing import (
@@ -46,7 +46,9 @@ __all__ = [
     "Capabilities",
     "Combination",
     "FlashAttention",
+    "FlashAttentionCuda",
     "FlashInfer",
+    "FlashInferCuda",
     "GraphLevel",
     "MissingPackageError",
     "Native",

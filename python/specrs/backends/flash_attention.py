@@ -13,12 +13,17 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from specrs._specrs import ConfigError
 from specrs.backends.base import AttentionBackend, Step
+from specrs.backends.packages import flash_attention_op, triton
 
 if TYPE_CHECKING:
     import torch
 
+    from specrs.backends.flash_attention_kernels import FlashAttentionKernels
     from specrs.backends.gather import Group
+
+_HOPPER = 9  # major compute capability
 
 
 class FlashAttention(AttentionBackend):
@@ -46,6 +51,71 @@ class FlashAttention(AttentionBackend):
         from specrs.backends import gather
 
         return gather.merged([gather.attend(over, keys, values, q, scale) for over in prepared]).to(q.dtype)
+
+
+class FlashAttentionCuda(AttentionBackend):
+    """The same on a Hopper GPU, by FlashAttention-3's operator (`specrs.backends.flash_attention_kernels`).
+
+    The engine launches it itself. `prepare` and `attend` are for other engines: they take tensors of the device, the
+    arrays of the step too, and launch on torch's current stream; nothing waits for the device.
+    """
+
+    name = FlashAttention.name
+    format = FlashAttention.format
+    reads = FlashAttention.reads
+    topk_above_1 = True
+    page_size_above_1 = True
+    draft_attention = FlashAttention.draft_attention
+    kv_dtypes = ("bfloat16", "float16")
+    needs_cpu_seq_lens = False  # the operator takes bounds: the columns of the tables
+
+    def __init__(self) -> None:
+        self._kernels: FlashAttentionKernels | None = None
+
+    def prepare(self, step: Step) -> Step:
+        return step
+
+    def attend(
+        self, prepared: Step, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """As `AttentionBackend.attend`, with q and the result of the pool's type.
+
+        Raises:
+            MissingPackageError: vLLM is not installed, or too old.
+            ConfigError: its library does not load, or the GPU is none that the operator has code for.
+        """
+        import torch
+
+        if self._kernels is None:
+            self._kernels = kernels(q.device)
+        step, q = prepared, q.contiguous()
+        out = torch.empty_like(q)
+        most = 1 if step.phase == "decode" else step.queries  # a bound is enough
+        with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+            self._kernels.attention(
+                q, keys, values, out, step.arrays, page_size=step.page_size, expand_page_size=step.expand_page_size,
+                most_queries=most, scale=scale,
+            )  # fmt: skip
+        return out
+
+
+def kernels(device: torch.device | None = None) -> FlashAttentionKernels:
+    """Load the operator for a GPU; ``None``: torch's current one.
+
+    Raises:
+        MissingPackageError: vLLM is not installed, or is too old.
+        ConfigError: its library does not load, or the GPU is none that the operator has code for.
+    """
+    import torch
+
+    triton(FlashAttention.name)
+    op = flash_attention_op()
+    if torch.cuda.is_available() and (have := torch.cuda.get_device_capability(device))[0] != _HOPPER:
+        found = f"{torch.cuda.get_device_name(device)} has compute capability {have[0]}.{have[1]}"
+        raise ConfigError(f"attention_backend = {FlashAttention.name!r}: FlashAttention-3 runs on {_HOPPER}.x; {found}")
+    from specrs.backends.flash_attention_kernels import FlashAttentionKernels
+
+    return FlashAttentionKernels(op)
 
 
 def _pass(arrays: Mapping[str, torch.Tensor], prefix: str, page_size: int, causal: bool = False) -> list[Group]:

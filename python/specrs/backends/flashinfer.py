@@ -8,14 +8,18 @@ row of bits per query over the request's keys, as bytes or packed, lowest bit fi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from specrs._specrs import ConfigError
-from specrs.backends.base import AttentionBackend, Step
+from specrs.backends.base import AttentionBackend, Phase, Step
+from specrs.backends.packages import flashinfer_wrapper, triton
 
 if TYPE_CHECKING:
     import torch
+
+    from specrs.backends.flashinfer_kernels import FlashInferKernels, Planned
 
 
 class FlashInfer(AttentionBackend):
@@ -69,3 +73,72 @@ class FlashInfer(AttentionBackend):
         from specrs.backends import gather
 
         return gather.attend(prepared, keys, values, q, scale).out.to(q.dtype)
+
+
+class FlashInferCuda(AttentionBackend):
+    """The same on a GPU, by FlashInfer's wrapper (`specrs.backends.flashinfer_kernels`).
+
+    The engine launches it itself, by plans that serve every length. `prepare` and `attend` are for other engines: they
+    take tensors of the device, the arrays of the step too, and launch on torch's current stream. `prepare` waits for
+    the lengths, of which `attend` makes a plan.
+    """
+
+    name = FlashInfer.name
+    format = FlashInfer.format
+    reads = "`kv_indptr`, `kv_indices` (int32) over pages of one token; packed custom mask"
+    topk_above_1 = True
+    page_size_above_1 = True
+    draft_attention = FlashInfer.draft_attention
+    kv_dtypes = ("bfloat16", "float16")
+    needs_cpu_seq_lens = False  # the engine's plans are made of bounds
+    mask = "packed"
+
+    def __init__(self) -> None:
+        self._kernels: FlashInferKernels | None = None
+
+    def prepare(self, step: Step) -> Planned:
+        host = {name: step.arrays[name].cpu() for name in ("kv_indptr", "qo_indptr") if name in step.arrays}
+        return planned(step.phase, step.arrays, host)
+
+    def attend(
+        self, prepared: Planned, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """As `AttentionBackend.attend`, with q and the result of the pool's type.
+
+        Args:
+            prepared: a pass whose arrays are as long as it has lists, and their ends.
+
+        Raises:
+            MissingPackageError: FlashInfer is not installed, or too old.
+            ConfigError: it does not load.
+        """
+        import torch
+
+        if self._kernels is None:
+            self._kernels = kernels()
+        q = q.contiguous()
+        out = torch.empty_like(q)
+        with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+            self._kernels.attention_of(prepared, q, keys, values, out, scale)
+        return out
+
+
+def planned(phase: Phase, arrays: Mapping[str, torch.Tensor], host: Mapping[str, torch.Tensor]) -> Planned:
+    """Return a pass whose arrays are on the device, and on the host too: ``kv_indptr``, ``qo_indptr``."""
+    from specrs.backends.flashinfer_kernels import Planned
+
+    return Planned(phase, arrays, host)
+
+
+def kernels() -> FlashInferKernels:
+    """Load the wrapper.
+
+    Raises:
+        MissingPackageError: FlashInfer is not installed, or is too old.
+        ConfigError: it does not load.
+    """
+    triton(FlashInfer.name)
+    wrapper = flashinfer_wrapper()
+    from specrs.backends.flashinfer_kernels import FlashInferKernels
+
+    return FlashInferKernels(wrapper)

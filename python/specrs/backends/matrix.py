@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 from specrs.backends.base import AttentionBackend, Capabilities
-from specrs.backends.flash_attention import FlashAttention
-from specrs.backends.flashinfer import FlashInfer
+from specrs.backends.flash_attention import FlashAttention, FlashAttentionCuda
+from specrs.backends.flashinfer import FlashInfer, FlashInferCuda
 from specrs.backends.native import Native, NativeCuda
 from specrs.backends.triton import Triton, TritonCuda
 
@@ -63,6 +63,8 @@ MATRIX: tuple[Row, ...] = (
     Row(backend=FlashAttention, device="cpu", graphs=("off",), device_plans=False),
     Row(backend=Triton, device="cpu", graphs=("off",), device_plans=False),
     Row(backend=NativeCuda, device="cuda", graphs=("round", "off", "loop"), device_plans=True),
+    Row(backend=FlashInferCuda, device="cuda", graphs=("round", "off", "loop"), device_plans=True),
+    Row(backend=FlashAttentionCuda, device="cuda", graphs=("round", "off", "loop"), device_plans=True),
     Row(backend=TritonCuda, device="cuda", graphs=("round", "off", "loop"), device_plans=True),
 )
 """Every backend that comes with specrs, on every device that it runs on."""

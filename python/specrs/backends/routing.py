@@ -5,8 +5,8 @@
     # UnsupportedCombinationError: ... draft_attention='lane' works; ...
 
     resolve(Native(), Combination(device="cuda", kv_dtype="bfloat16"))   # graphs "round", gpu-only rounds
-    resolve(FlashInfer(), Combination(device="cuda", graphs="loop"))
-    # UnsupportedCombinationError: ... flashinfer runs on the CPU. What would work: device='cpu' with graphs='off'; ...
+    resolve(FlashInfer(), Combination(graphs="loop"))
+    # UnsupportedCombinationError: ... flashinfer on 'cpu' have graphs 'off'. What would work: graphs='off'; ...
 
 Where a backend runs, and how its rounds may be launched there, is `specrs.backends.matrix`. Nothing here depends on the
 order in which an engine is built, so the whole (small) domain is tested exhaustively.

@@ -7,18 +7,15 @@ which lie at ``extend_slots[qo_indptr[i]:qo_indptr[i + 1]]``, causally or by ``c
 
 from __future__ import annotations
 
-import re
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from specrs._specrs import ConfigError
-from specrs.backends.base import AttentionBackend, MissingPackageError, Step
+from specrs.backends import packages
+from specrs.backends.base import AttentionBackend, Step
 
 if TYPE_CHECKING:
     import torch
-
-OLDEST = "3.6"
-"""The oldest triton with which the kernels were seen to run on a GPU."""
 
 
 class Triton(AttentionBackend):
@@ -113,30 +110,9 @@ def kernels() -> ModuleType:
     """Import `specrs.backends.triton_kernels`.
 
     Raises:
-        MissingPackageError: triton is not installed, or is older than `OLDEST`.
+        MissingPackageError: triton is not installed, or is too old.
     """
-    try:
-        import triton
-    except ImportError as error:
-        raise MissingPackageError(Triton.name, "triton", OLDEST, None) from error
-    if _release(triton.__version__) < _release(OLDEST):
-        raise MissingPackageError(Triton.name, "triton", OLDEST, triton.__version__)
+    packages.triton(Triton.name)
     from specrs.backends import triton_kernels
 
     return triton_kernels
-
-
-def check_driver() -> None:
-    """Raise ConfigError where triton cannot launch kernels: it builds a module for that, once, by a C compiler."""
-    import triton
-
-    try:
-        triton.runtime.driver.active.get_current_target()
-    except Exception as error:
-        why = f"triton {triton.__version__} finds no driver; it needs a GPU, and a C compiler (cc) to build its module"
-        raise ConfigError(f"attention_backend = {Triton.name!r}: {why}: {error}") from error
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version."""
-    return tuple(int(n) for n in re.findall(r"\d+", version)[:2])

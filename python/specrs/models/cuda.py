@@ -439,6 +439,8 @@ class DevicePlan:
         most_queries: most queries of one request.
         page_size: tokens of a page.
         arrays: arrays of the attention backend's format, by name. They may be longer than the pass needs.
+        expand_page_size: as `Step` has it.
+        of_host: the same arrays on the host, as long as the pass needs; ``None`` where the device has planned the pass.
     """
 
     phase: Phase
@@ -453,6 +455,8 @@ class DevicePlan:
     page_size: int
     first_pages: torch.Tensor | None = None
     arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    expand_page_size: int | None = None
+    of_host: Mapping[str, torch.Tensor] | None = None
 
     @classmethod
     def of(
@@ -488,13 +492,13 @@ class DevicePlan:
         most = max((end - first for first, end in pairwise(ends)), default=0)
         there, rest = parts[5].view(table.shape), list(parts[6:])
         first_pages = None if plan.whole else rest.pop(0)
+        of_host = {name: from_dlpack(array) for name, array in plan.arrays().items()}
         of_format = {
-            name: from_dlpack(array).pin_memory().to(dense.placement.device, non_blocking=True)
-            for name, array in plan.arrays().items()
+            name: array.pin_memory().to(dense.placement.device, non_blocking=True) for name, array in of_host.items()
         }
         at = cls(
             plan.phase, positions, out_slots, lens_there, starts_there, there, masks, None, most, page_size,
-            first_pages, of_format,
+            first_pages, of_format, plan.expand_page_size, of_host,
         )  # fmt: skip
         return at, rest
 

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from specrs import _specrs as core
 from specrs._specrs import ConfigError, Plan, TreeShape
-from specrs.backends import AttentionBackend, Capabilities, NativeCuda, TritonCuda
-from specrs.backends.triton import check_driver, kernels
-from specrs.models.cuda import CudaDense, DevicePlan
+from specrs.backends import (
+    AttentionBackend,
+    Capabilities,
+    FlashAttentionCuda,
+    FlashInferCuda,
+    NativeCuda,
+    TritonCuda,
+    flash_attention,
+    flashinfer,
+    triton,
+)
+from specrs.backends.packages import check_driver
+from specrs.models.cuda import HEAD_DIMS, CudaDense, DevicePlan
 from specrs.models.ops import Heads, KvMemory
 
 _MASK_BITS = 64
+_SCHEDULES = 64 << 20  # bytes that FlashInfer's schedules may take
+_SPLITS = 64 << 20  # bytes of results over parts of the keys that FlashAttention's operator may take
 _MOST_BRANCHES = 32  # limit of a draft step: a list of the best lies in the lanes of a warp
 _MOST_STEPS = 7  # limit of a branch: as many keys as a row takes one by one, in logical order, beside its own
 
@@ -22,12 +34,33 @@ _MOST_STEPS = 7  # limit of a branch: as many keys as a row takes one by one, in
 class DeviceAttention(Protocol):
     """A backend's kernels on a GPU. They read a pass's plan, and its arrays if the backend's format has arrays.
 
-    A launch allocates nothing and waits for nothing, so that it can be captured in a CUDA graph once it has run.
+    A launch waits for nothing, so that it can be captured in a CUDA graph once it has run. Memory that a captured
+    launch allocates is in a pool that lives as long as this object.
+
+    Attributes:
+        head_dims: sizes of heads that they take.
     """
+
+    head_dims: ClassVar[tuple[int, ...]]
 
     @property
     def capabilities(self) -> Capabilities:
         """The format of the plans that they read."""
+
+    @property
+    def captured(self) -> int:
+        """Number of blocks of memory that launches have allocated from torch while a stream was captured."""
+
+    @staticmethod
+    def allocates(rows: int, requests: int, most: int, heads: int, head_dim: int) -> int:
+        """Return the bytes that passes allocate from torch at most, beside `workspace`, in a type of two bytes.
+
+        Args:
+            rows: the most rows of a pass.
+            requests, most: of the largest pass that the device plans, its requests and the most rows of one.
+            heads: query heads.
+            head_dim: elements of a head.
+        """
 
     def workspace(
         self,
@@ -72,7 +105,35 @@ class DeviceAttention(Protocol):
         """
 
 
-class NativeKernels:
+class _OwnMemory:
+    """Kernels whose scratch memory is `DeviceAttention.workspace` alone."""
+
+    captured = 0
+    head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS
+
+    @staticmethod
+    def allocates(rows: int, requests: int, most: int, heads: int, head_dim: int) -> int:
+        return 0
+
+
+class _OwnScratch:
+    """Kernels that allocate their scratch memory themselves."""
+
+    def workspace(
+        self,
+        ordinal: int,
+        *,
+        requests: int,
+        max_queries: int,
+        kv_heads: int,
+        group: int,
+        head_dim: int,
+        max_keys: int,
+    ) -> int:
+        return 0
+
+
+class NativeKernels(_OwnMemory):
     """specrs's own kernels, which read the page table and the tree's bits in place."""
 
     capabilities = Capabilities.of(NativeCuda())
@@ -126,7 +187,7 @@ class NativeKernels:
         )
 
 
-class TritonKernels:
+class TritonKernels(_OwnMemory):
     """Kernels in Triton over the arrays of the format ``"triton"``.
 
     Raises MissingPackageError without triton, and ConfigError where it cannot launch kernels.
@@ -135,8 +196,8 @@ class TritonKernels:
     capabilities = Capabilities.of(TritonCuda())
 
     def __init__(self) -> None:
-        self._kernels = kernels()
-        check_driver()
+        self._kernels = triton.kernels()
+        check_driver(TritonCuda.name)
 
     def workspace(
         self,
@@ -171,13 +232,120 @@ class TritonKernels:
         )  # fmt: skip
 
 
+class FlashInferKernels(_OwnScratch):
+    """FlashInfer's kernels over the arrays of the format ``"flashinfer"``.
+
+    Raises MissingPackageError without FlashInfer or triton, and ConfigError where one of them cannot be used.
+    """
+
+    capabilities = Capabilities.of(FlashInferCuda())
+    captured = 0
+    head_dims: ClassVar[tuple[int, ...]] = (64, 128, 256)
+
+    def __init__(self) -> None:
+        self._kernels = flashinfer.kernels()
+        check_driver(FlashInferCuda.name)
+        self._planned: tuple[DevicePlan, Any] | None = None  # a pass that the host has planned, for all of its layers
+
+    @staticmethod
+    def allocates(rows: int, requests: int, most: int, heads: int, head_dim: int) -> int:
+        # Rows of which every request has as many, of queries and of results. Memory that was too small for the next
+        # shape is kept, and the shapes of buckets double.
+        return 2 * 2 * (2 * requests * most * heads * head_dim) + _SCHEDULES
+
+    def launch(
+        self,
+        kv: KvMemory,
+        layer: int,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        plan: DevicePlan,
+        heads: Heads,
+        draft: tuple[int, int],
+        space: torch.Tensor,
+        stream: core._DeviceStream,
+    ) -> None:
+        keys, values = kv.tensor[layer]
+        if plan.of_host is None:
+            self._kernels.attention(
+                q, keys, values, out, plan.arrays, phase=plan.phase,
+                lists=plan.queries if plan.phase in ("draft", "decode") else plan.lens.numel(),
+                most_queries=plan.most_queries, scale=heads.scale,
+            )  # fmt: skip
+            return
+        if self._planned is None or self._planned[0] is not plan:
+            self._planned = plan, flashinfer.planned(plan.phase, plan.arrays, plan.of_host)
+        self._kernels.attention_of(self._planned[1], q, keys, values, out, heads.scale)
+
+
+class FlashAttentionKernels(_OwnScratch):
+    """FlashAttention-3's operator over the arrays of the format ``"flash_attention"``.
+
+    Raises MissingPackageError without vLLM or triton, and ConfigError where one of them cannot be used.
+    """
+
+    capabilities = Capabilities.of(FlashAttentionCuda())
+    head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS
+
+    def __init__(self) -> None:
+        self._kernels = flash_attention.kernels()
+        check_driver(FlashAttentionCuda.name)
+
+    @property
+    def captured(self) -> int:
+        return self._kernels.captured
+
+    @staticmethod
+    def allocates(rows: int, requests: int, most: int, heads: int, head_dim: int) -> int:
+        # The second pass's results, and both passes' sums of weights.
+        return rows * heads * (2 * head_dim + 2 * 4) + _SPLITS
+
+    def launch(
+        self,
+        kv: KvMemory,
+        layer: int,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        plan: DevicePlan,
+        heads: Heads,
+        draft: tuple[int, int],
+        space: torch.Tensor,
+        stream: core._DeviceStream,
+    ) -> None:
+        keys, values = kv.tensor[layer]
+        requests, arrays = plan.lens.numel(), dict(plan.arrays)
+        for name, rows in (("cache_seqlens", requests), ("page_table", requests), ("cu_seqlens_q", requests + 1),
+                           ("expand_cache_seqlens", plan.queries), ("expand_page_table", plan.queries),
+                           ("expand_cu_seqlens_q", plan.queries + 1)):  # fmt: skip
+            if name in arrays:
+                arrays[name] = arrays[name][:rows]
+        self._kernels.attention(
+            q, keys, values, out, arrays, page_size=plan.page_size, expand_page_size=plan.expand_page_size,
+            most_queries=plan.most_queries, scale=heads.scale,
+        )  # fmt: skip
+
+
+_KERNELS: dict[type[AttentionBackend], type[DeviceAttention]] = {
+    FlashAttentionCuda: FlashAttentionKernels,
+    FlashInferCuda: FlashInferKernels,
+    NativeCuda: NativeKernels,
+    TritonCuda: TritonKernels,
+}
+
+
+def kernels_of(backend: AttentionBackend) -> type[DeviceAttention]:
+    """Return the class of the kernels of a backend that has a row for ``"cuda"``."""
+    return next(kernels for cls, kernels in _KERNELS.items() if isinstance(backend, cls))
+
+
 def device_attention(backend: AttentionBackend) -> DeviceAttention:
-    """Return the kernels of a backend that has a row for ``"cuda"``.
+    """Load the kernels of a backend that has a row for ``"cuda"``.
 
     Raises:
-        MissingPackageError: the package that the backend's kernels need is missing or too old.
+        MissingPackageError: a package that the backend's kernels need is missing or too old.
+        ConfigError: a package does not load, or has no kernels for the GPU.
     """
-    return TritonKernels() if isinstance(backend, TritonCuda) else NativeKernels()
+    return kernels_of(backend)()
 
 
 class CudaAttention:

@@ -8,6 +8,7 @@ import pickle
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ from specrs.backends import (
     MATRIX,
     Capabilities,
     Combination,
+    FlashAttentionCuda,
     FlashInfer,
+    FlashInferCuda,
     MissingPackageError,
     Native,
     NativeCuda,
@@ -30,9 +33,11 @@ from specrs.backends import (
     UnsupportedCombinationError,
     find,
     on_device,
+    packages,
     resolve,
 )
 from specrs.engine.config import EngineConfig
+from specrs.engine.devices.placing import Wanted
 from specrs.models.cuda_attention import device_attention
 
 DTYPES: dict[str, Any] = {"cpu": "float32", "cuda": "float16"}  # a type that the device has
@@ -71,8 +76,6 @@ def domain(device: str) -> Iterator[Combination]:
 
 def exists(name: str, asked: Combination) -> bool:
     """The table in words."""
-    if asked.device == "cuda" and name not in ("native", "triton"):
-        return False
     if asked.recurrent_state and asked.topk is not None:
         return False
     if (asked.topk or 1) > 1 and asked.page_size > 1:
@@ -115,12 +118,13 @@ def test_every_cell_is_answered_or_refused_with_what_would_work(name: str, devic
         assert found.speculate is not asked.recurrent_state
         if device == "cuda":
             assert not found.needs_cpu_seq_lens and "float16" in found.capabilities.kv_dtypes
-    assert refused > 0 and (accepted > 0) is (device == "cpu" or name in ("native", "triton"))
+    assert refused > 0 and accepted > 0
 
 
 def test_the_rows_are_those_backends_on_those_devices() -> None:
     assert [(row.backend, row.device) for row in MATRIX] == [
-        *((cls, "cpu") for cls in BACKENDS.values()), (NativeCuda, "cuda"), (TritonCuda, "cuda"),
+        *((cls, "cpu") for cls in BACKENDS.values()), (NativeCuda, "cuda"), (FlashInferCuda, "cuda"),
+        (FlashAttentionCuda, "cuda"), (TritonCuda, "cuda"),
     ]  # fmt: skip
     for row in MATRIX:
         assert set(row.graphs) <= set(GRAPH_LEVELS) and len(set(row.graphs)) == len(row.graphs) > 0
@@ -183,8 +187,9 @@ def test_one_backend_that_needs_the_lengths_takes_the_gpu_only_rounds_away(
          ["recurrent_state=True", "graphs='loop'", "recurrent state", "work: graphs='round'; or graphs='off'"]),
         ("native", Combination(device="cuda", kv_dtype="bfloat16", graphs="loop", gpu_only=False),
          ["no length while a loop runs", "graphs='round'", "gpu_only=None"]),
-        ("flash_attention", Combination(device="cuda", kv_dtype="bfloat16", topk=8, page_size=16),
-         ["flash_attention runs on the CPU", "work: device='cpu'; or attention_backend='native' or 'triton'"]),
+        ("flash_attention", Combination(device="cuda", kv_dtype="bfloat16", topk=8, page_size=16, layout="holey",
+                                        draft_attention="ancestors"),
+         ["a branch of flash_attention attends to its lane", "attention_backend='flashinfer' or 'triton'"]),
         ("flashinfer", Combination(topk=2, gpu_only=True), ["the host makes the plans", "gpu_only=None"]),
     ],
 )  # fmt: skip
@@ -269,6 +274,60 @@ def test_a_package_that_is_missing_or_too_old_is_named(
     error = caught.value
     assert (error.backend, error.package, error.oldest, error.found) == ("triton", "triton", "3.6", installed)
     device_attention(NativeCuda())
+
+
+@pytest.mark.parametrize(
+    ("backend", "package", "oldest"),
+    [(FlashInferCuda(), "flashinfer-python", "0.7.2"), (FlashAttentionCuda(), "vllm", "0.24")],
+    ids=["flashinfer", "flash_attention"],
+)
+def test_packages_of_the_real_kernels_are_named(
+    backend: Any, package: str, oldest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one is absent, too old, or new enough and does not load; and triton, which each of them needs too."""
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.6.0"))
+    for installed, words in ((None, "it is not installed"), ("0.2.9", "0.2.9 is installed")):
+        monkeypatch.setattr(packages.Package, "installed", lambda _, found=installed: found)
+        with pytest.raises(
+            MissingPackageError, match=f"{backend.name!r}: needs the package {package} {oldest}.*{words}"
+        ):
+            device_attention(backend)
+    monkeypatch.setattr(packages.Package, "installed", lambda _: "99.0")
+    for name in ("flashinfer", "vllm"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=f"{backend.name!r}: {package} 99.0 does not load: "):
+        device_attention(backend)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(MissingPackageError, match=f"{backend.name!r}: needs the package triton 3.6"):
+        device_attention(backend)
+
+
+def test_the_libraries_of_flash_attention_are_looked_for_without_an_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library that is none is said to be none; what else is in the package is not run."""
+    library = tmp_path / "vllm" / packages._FA3
+    library.parent.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise AssertionError('is imported')\n")
+    library.write_bytes(b"no library")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(packages.Package, "installed", lambda _: "0.24.0")
+    with pytest.raises(ConfigError, match=r"'flash_attention': vllm 0\.24\.0 does not load: "):
+        packages.flash_attention_op()
+    assert "vllm" not in sys.modules
+
+
+def test_heads_that_a_backends_kernels_do_not_take_are_refused() -> None:
+    for dim in (64, 96, 128, 256):
+        heads: Any = types.SimpleNamespace(head_dim=dim)
+        for backend in (NativeCuda(), FlashAttentionCuda(), TritonCuda()):
+            Wanted._check_heads(backend, heads)
+    small: Any = types.SimpleNamespace(head_dim=64)
+    odd: Any = types.SimpleNamespace(head_dim=96)
+    with pytest.raises(
+        ConfigError, match=r"'flashinfer': head_dim = 96: it takes 64, 128, 256 on a GPU; 'native' takes"
+    ):
+        Wanted._check_heads(FlashInferCuda(), small, odd)
 
 
 class Renamed(Triton):

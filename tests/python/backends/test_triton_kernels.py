@@ -15,9 +15,9 @@ import sys
 import pytest
 import torch
 
+from pass_world import PHASES, Heads, Layout, Pass, Requests
 from specrs.backends import Step, TritonCuda
 from specrs.backends.base import Phase
-from triton_world import PHASES, Heads, Layout, Pass, Requests
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("the package triton, in which the kernels are written, is not installed", allow_module_level=True)

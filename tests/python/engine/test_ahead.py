@@ -296,12 +296,13 @@ def test_costs_of_passes_explain_the_rounds_that_were_measured(shape: tuple[int,
         for levels in tried:
             more = rows * math.sqrt(most_nodes(shape_, levels))  # a pass takes the less for a row, the more rows it has
             measured[1][levels] = 1.0 + extend + (levels - 1) * step + more
-        costs = costs_of_rounds(shape_, measured, 0.25, 0.75)
+        costs = costs_of_rounds(shape_, measured, {1: 0.25}, {1: 0.75, 3: 1.75})
         overhead = costs.beside[SPECULATIVE]
         for levels in tried:
             assert round_seconds(shape_, costs, 1, levels) - overhead == pytest.approx(measured[1][levels])
         assert costs.target.at(1) == 1.0
-        assert (costs.enter, costs.resume.at(40)) == (0.25, 0.75)
+        assert [costs.enter.at(n) for n in (1, 40)] == [0.25, 0.25], "one pass, however many positions"
+        assert [costs.resume.at(n) for n in (1, 3, 5)] == pytest.approx([0.75, 1.75, 2.75])
 
 
 def test_the_poorest_are_left_out_of_a_round_that_others_can_pay() -> None:

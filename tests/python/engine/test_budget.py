@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 
 from specrs import ConfigError, DeviceMemoryError
 from specrs import _specrs as core
-from specrs.backends import NativeCuda, TritonCuda
+from specrs.backends import FlashAttentionCuda, FlashInferCuda, NativeCuda, TritonCuda
+from specrs.backends.base import Phase
 from specrs.engine.config import EngineConfig
 from specrs.engine.devices.memory import format_arrays
 from specrs.engine.devices.memory_plan import Engine, Head, attention_bytes, planned
@@ -20,6 +22,7 @@ from specrs.models.cuda import _Memory
 from specrs.models.layer import Workspace
 
 GIB = 1 << 30
+PHASES: tuple[Phase, ...] = ("extend", "decode", "draft", "verify")
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14336,
@@ -243,3 +246,21 @@ def test_a_formats_arrays_are_stated(head: bool) -> None:
     uploaded = 2 * 8 * lists  # of a pass that the host plans, and of the one before
     assert lines.pop("arrays of the format 'triton'") == core._DeviceArena.count(found) + uploaded
     assert lines == native
+
+
+@pytest.mark.parametrize("backend", [FlashInferCuda(), FlashAttentionCuda()], ids=lambda backend: backend.name)
+def test_arrays_and_memory_of_the_real_kernels_are_stated(backend: Any) -> None:
+    """Every array is as large as any phase may want it, in the form that the kernels read."""
+    plan, _ = engine(max_context_len=4096, max_batch=4)
+    config = replace(plan.config, attention_backend=backend)
+    found = {name: shape[0] for name, _, shape in format_arrays(config, plan.geometry, head=True)}
+    pool = core.Pool(2, plan.geometry.page_size, 1, plan.geometry.row_pages)
+    planner = core.Planner(plan.geometry, pool, backend.format, mask=backend.mask)
+    for phase in PHASES:
+        for name, array in planner.capacities(phase).items():
+            assert found[name] >= math.prod(array["shape"]), (phase, name)
+    assert "custom_mask" not in found
+    lines = dict(replace(plan, config=config).fixed())
+    assert lines["what kernels of attention allocate"] > 64 << 20
+    assert f"arrays of the format {backend.format!r}" in lines
+    assert "what kernels of attention allocate" not in dict(plan.fixed())

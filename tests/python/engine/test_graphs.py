@@ -43,7 +43,8 @@ class Gpu:
     def models(self, graphs: str = "round") -> Any:
         place = SimpleNamespace(device=torch.device("cpu", 0))
         dense = SimpleNamespace(placement=place, stream=None, forget=lambda: None)
-        return SimpleNamespace(config=SimpleNamespace(graphs=graphs), dense=dense)
+        attention = SimpleNamespace(captured=0)
+        return SimpleNamespace(config=SimpleNamespace(graphs=graphs), dense=dense, attention=attention)
 
 
 @pytest.fixture

@@ -6,12 +6,14 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import torch
 
 from modelzoo import Pair
-from specrs import LLM, SamplingParams, cuda_available
+from specrs import LLM, Sampler, SamplingParams, cuda_available
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -52,6 +54,49 @@ def test_requests_join_and_leave_a_loop() -> None:
         for i, prompt in ((0, "def quicksort(items):"), (2, "class Stack:")):
             [want] = llm.generate([prompt], SamplingParams(max_tokens=40, seed=i))
             assert texts[i] == want.text  # joining and leaving changes nothing
+
+
+@pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed")
+def test_sglangs_attention_layer_over_the_core_gives_the_plain_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert run("sglang_layer.py").startswith("3 requests, 48 tokens each in ")
+
+
+def test_sglangs_plugin_walks_its_trees_as_plain_decoding_goes() -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        import sglang_plugin
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    vocab, nodes = 16, 8
+    table = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(5))  # scores behind each token
+
+    def samplers() -> list[Sampler]:
+        return [Sampler(vocab, [1]), Sampler(vocab, [2], temperature=0.8, seed=3, repetition_penalty=1.1)]
+
+    texts: list[list[int]] = []
+    for first, sampler in zip(([1], [2]), samplers(), strict=True):  # plain decoding
+        text = list(first)
+        while len(text) < 60:
+            text.append(sampler.draw(table[text[-1]], len(text)))
+            sampler.commit(text[-1:])
+        texts.append(text)
+    trees, drawing, lengths = sglang_plugin.Trees(nodes, vocab), samplers(), [1, 1]
+    rounds = 0
+    while max(lengths) < 50:
+        recent = [text[max(n - 7, 0) : n] for text, n in zip(texts, lengths, strict=True)]
+        tokens, mask = trees.batch_get(["a", "b"], recent, lengths)
+        assert tokens.shape == (2 * nodes,) and mask.reshape(2, nodes, nodes).diagonal(axis1=1, axis2=2).all()
+        drawn, counts, rows = sglang_plugin.walk(
+            trees.batch, table[torch.from_numpy(tokens)], drawing, [n - 1 for n in lengths], nodes
+        )
+        for i in range(2):
+            path = rows[i][rows[i] >= 0].long()
+            n, new = lengths[i], drawn[path].tolist()
+            assert len(new) == counts[i] and new == texts[i][n : n + len(new)]
+            lengths[i] = n + len(new)
+        rounds += 1
+    assert rounds < 45  # some drafts were accepted
 
 
 def test_another_engine_over_the_core_gives_the_plain_tokens() -> None:

@@ -143,7 +143,14 @@ class CudaExecutor(HostExecutor):
             with self._seated(b, pages) as seqs:
                 prompt = self._prompt_len(pages)
                 measured[b] = {levels: self._seconds(b, levels, seqs, prompt) for levels in (0, *tried)}
-        enter, resume = (self._entering(pages, recalls) for recalls in (False, True))
+        rows = min(TAIL, pages.most_tokens)
+        enter, resume = ({rows: self._entering(rows, pages, recalls)} for recalls in (False, True))
+        if self.tail is None:
+            # The head reads all of a request: a long prompt in one pass more, and again in as many short passes as it
+            # takes, since the target makes the features of each anew.
+            more = self._prompt_rows(pages)
+            enter[rows + more] = enter[rows] + self._writing(more, pages)
+            resume[2 * rows] = 2 * resume[rows]
         return self._expecting(costs_of_rounds(shape, measured, enter, resume), shape)
 
     def _expecting(self, costs: Costs, shape: core.TreeShape) -> TreePolicy:
@@ -254,14 +261,36 @@ class CudaExecutor(HostExecutor):
             self.drafts.head.write(tokens, aux.layers, plan, self.drafts.cache)
             self.drafts.head.extend(tokens, aux.layers, plan, self.drafts.cache, tokens[:1])
 
-    def _entering(self, pages: Pages, recalls: bool) -> float:
-        """Measure in seconds the pass after which a request drafts for the first time, or again (``recalls``).
+    def _prompt_rows(self, pages: Pages) -> int:
+        """Return the most positions of a pass over a prompt."""
+        return min(self._models.config.prefill_chunk, pages.most_tokens)
+
+    def _writing(self, n: int, pages: Pages) -> float:
+        """Measure in seconds the head's pass over n positions of a prompt whose root nobody wants yet."""
+        assert isinstance(self.drafts, CudaDrafts)
+        seq, seconds, kept = pages.pool.create(), list[float](), self._prompt_features(n)
+        kept.stacked.zero_()
+        with pages.pool.reserve([(seq, n)]):
+            for _ in range(_RUNS + 1):  # the first one allocates memory
+                self._stream.synchronize()
+                started = time.perf_counter()
+                tokens, plan = torch.zeros(n, dtype=torch.int64), self.planner.extend([seq], [0], [n])
+                at, (tokens,) = DevicePlan.of(self._dense, plan, self.cache.page_size, tokens)
+                self.drafts.head.write(tokens, kept.layers, cast(core.Plan, at), self.drafts.cache)
+                self._stream.synchronize()
+                seconds.append(time.perf_counter() - started)
+        pages.pool.release([seq])
+        return statistics.median(seconds[1:])
+
+    def _entering(self, n: int, pages: Pages, recalls: bool) -> float:
+        """Measure in seconds the pass over n positions after which a request drafts for the first time, or again
+        (``recalls``).
 
         It is measured behind a pass over a prompt, as it comes in a request: behind itself, its code and data would
         still be in the host's caches.
         """
         assert isinstance(self.drafts, CudaDrafts)
-        n, seq, seconds = min(TAIL, pages.most_tokens), pages.pool.create(), []
+        seq, seconds = pages.pool.create(), list[float]()
         kept = self._prompt_features(n)
         with pages.pool.reserve([(seq, n)]):
             for _ in range(_RUNS + 2):  # the first two allocate memory and capture a graph

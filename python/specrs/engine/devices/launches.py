@@ -136,9 +136,12 @@ class Launches:
             for levels in range(1, self._shape.steps + 1)
         }
         self._root_trees = TreeArrays(tokens=given["roots"], parents=a["minus"], offsets=given["tree_offsets"])
-        self._moves: MoveArrays | None = None
-        if "move src" in a:
-            self._moves = MoveArrays(src=a["move src"], dst=a["move dst"], offsets=a["move offsets"])
+        self._moves, self._tails = (
+            MoveArrays(src=a[f"{name} src"], dst=a[f"{name} dst"], offsets=a[f"{name} offsets"])
+            if f"{name} src" in a
+            else None
+            for name in ("move", "tail")
+        )
 
     def _name_drafts(self) -> None:
         """Group the arrays that one model passes to the other, and the arrays that the device drafts with."""
@@ -181,7 +184,7 @@ class Launches:
         first_pages = self._memory.given["first_pages"] if name in ("draft", "extend") else None
         return DevicePlan(
             name, a.positions, a.out_slots, a.prefix_lens, a.qo_indptr, table, mask, a.rows, most, page_size,
-            first_pages, self._m.format.arrays,
+            first_pages, self._m.format.of(name), self._m.format.expand_page_size(name),
         )  # fmt: skip
 
     def _arrays(self, name: str, nodes: int) -> PlanArrays:
@@ -240,6 +243,12 @@ class Launches:
         core._device_copy_rows(roots.logits, rows, self.root_logits, None, None, stream)
         core._device_copy_rows(roots.hidden, rows, self._root_hidden, None, None, stream)
         self._select(0, self.root_logits)
+        if (tails := self._tails) is not None and levels > 1:
+            core._device_tail_copies(
+                geometry=m.geometry, table=m.table, num_pages=m.num_pages, rows=given["rows"], lens=given["lens"],
+                live=given["live"], moves=tails, stream=stream,
+            )  # fmt: skip
+            core._device_kv_move(m.draft_cache.tensor, tails.src, tails.dst, tails.offsets, stream)
         hidden, plan = self._root_hidden, self._plans["draft"]
         ancestors = a["ancestors"] if m.config.branches_attend == "ancestors" else None
         for step in range(levels - 1):
@@ -297,7 +306,7 @@ class Launches:
     ) -> None:
         given, m = self._memory.given, self._m
         m.format.plan(
-            m.dense.stream, phase=name, draft_step=number, table=m.table, num_pages=m.num_pages, rows=given["rows"],
+            m.dense.stream, name, draft_step=number, table=m.table, num_pages=m.num_pages, rows=given["rows"],
             versions=self._memory.arrays["versions"], lens=given["lens"], live=given["live"], offsets=offsets,
             parents=parents, ancestors=ancestors, plan=self._arrays(name, nodes),
         )  # fmt: skip

@@ -22,6 +22,7 @@ from specrs.engine.config import EngineConfig
 from specrs.engine.devices.format_arrays import FormatArrays, Regions, format_regions, poisons
 from specrs.engine.drafting.chooser import TAIL
 from specrs.models.cuda import CudaDense
+from specrs.models.cuda_attention import CudaAttention, DeviceAttention
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
@@ -114,6 +115,11 @@ class Models:
     activations: Activations | None
     format: FormatArrays
 
+    @property
+    def attention(self) -> DeviceAttention:
+        """The kernels of the attention backend."""
+        return cast(CudaAttention, self.target.ops.attention).kernels
+
 
 class Fields:
     """A layout of named arrays of int32 words, one behind another in a single array that is copied at once.
@@ -192,6 +198,11 @@ class BucketMemory:
         if g.page_size > 1 and (g.shape.topk > 1 or config.sources):
             regions |= dict.fromkeys(("move src", "move dst"), ("int32", batch * path))
             regions["move offsets"] = ("int32", batch + 1)
+        if models.head is not None and reads_holes(config, g):
+            # A branch begins with whole pages, before which lies the tail of the prefix.
+            copies = batch * (g.shape.topk - 1) * (g.page_size - 1)
+            regions |= dict.fromkeys(("tail src", "tail dst"), ("int32", copies))
+            regions["tail offsets"] = ("int32", batch + 1)
         self._poisoned = [name for name in regions if name not in _LASTING] if poisons() else None
         self.arena = core._DeviceArena(
             cuda.index,
@@ -275,6 +286,11 @@ def _drafts(batch: int, shape: core.TreeShape, vocab: int, ordinal: int, unites:
         regions |= {f"own {name}": ("int32", batch * v) for name in names}
         regions["own scores"] = ("float32", batch * v)
     return regions
+
+
+def reads_holes(config: EngineConfig, geometry: Geometry) -> bool:
+    """Return whether draft steps read whole pages, in which the tail of a prefix must lie before each branch."""
+    return config.backend.format == "flash_attention" and geometry.layout == "holey"
 
 
 def longest_path(config: EngineConfig, geometry: Geometry, trees: bool) -> int:

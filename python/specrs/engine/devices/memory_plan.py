@@ -14,11 +14,12 @@ import torch
 
 from specrs import _specrs as core
 from specrs._specrs import ConfigError, DeviceMemoryError, Geometry
+from specrs.backends import on_device
 from specrs.engine.config import EngineConfig
-from specrs.engine.devices.memory import buckets, entering, format_arrays, prompt_sizes
+from specrs.engine.devices.memory import buckets, entering, format_arrays, longest_path, prompt_sizes
 from specrs.engine.drafting.levels import can_unite, drafted_levels, levels_for, tiers
 from specrs.models.config import LayerConfig, ModelConfig
-from specrs.models.cuda_attention import CudaAttention
+from specrs.models.cuda_attention import CudaAttention, kernels_of
 from specrs.models.head_config import HeadConfig
 from specrs.models.layer import LayerTail, WholeNormQkv
 from specrs.models.llama import ROPE_SLACK, LlamaModel
@@ -169,7 +170,7 @@ class Engine:
         half, wide = self.place.activations.itemsize, self.place.logits_dtype.itemsize
         shape, b = g.shape, c.max_batch
         nodes = b * (shape.draft_tokens if self.drafts else 1)
-        rows = _up(max(c.prefill_chunk, nodes, _CALIBRATED, math.prod(entering(c))), 16)
+        most_rows = rows = _up(max(c.prefill_chunk, nodes, _CALIBRATED, math.prod(entering(c))), 16)
         assert c.max_context_len is not None
 
         shapes = LlamaModel.shapes(self.target)
@@ -239,8 +240,20 @@ class Engine:
             # Lists of a pass that the host plans, of a draft step for each branch, and of the one before.
             uploaded = 2 * 8 * b * c.max_context_len * (g.shape.topk if head is not None else 1)
             yield f"arrays of the format {c.backend.format!r}", core._DeviceArena.count(lists) + uploaded
+        if scratch := self._allocated(most_rows):
+            yield "what kernels of attention allocate", scratch
         yield "the page that padding writes to", self.page_bytes
         yield "rounding of torch's allocator", tensors * _ROUNDING
+
+    def _allocated(self, rows: int) -> int:
+        """Return the bytes that attention's kernels allocate, for passes of so many rows."""
+        c, g = self.config, self.geometry
+        there = on_device(c.backend, "cuda")
+        assert there is not None, "it runs there"
+        each = max(g.shape.draft_tokens if self.drafts else 1, longest_path(c, g, trees=True))
+        requests, most = max([(c.max_batch, each), entering(c), *prompt_sizes(c)], key=math.prod)
+        allocates = kernels_of(there).allocates
+        return max(allocates(rows, requests, most, layer.num_heads, layer.head_dim) for layer, _ in self.layers)
 
     def loading(self) -> list[Line]:
         """Return the most memory needed while weights are loaded and algorithms are compared. There is no pool yet."""

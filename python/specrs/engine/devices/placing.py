@@ -29,7 +29,9 @@ from specrs.models import (
     ops_for,
     placed,
 )
-from specrs.models.cuda import unavailable
+from specrs.models.cuda import HEAD_DIMS, unavailable
+from specrs.models.cuda_attention import kernels_of
+from specrs.models.head_config import HeadConfig
 
 _LOG = logging.getLogger("specrs")
 
@@ -116,6 +118,17 @@ class Wanted:
                 "which 'native' does"
             )
 
+    @staticmethod
+    def _check_heads(backend: backends.AttentionBackend, *models: ModelConfig | HeadConfig) -> None:
+        """Raise ConfigError if the backend's kernels on a GPU do not take the models' heads."""
+        dims = kernels_of(backend).head_dims
+        for model in models:
+            if model.head_dim not in dims:
+                raise ConfigError(
+                    f"attention_backend = {backend.name!r}: head_dim = {model.head_dim}: it takes "
+                    f"{', '.join(map(str, dims))} on a GPU; 'native' takes {', '.join(map(str, HEAD_DIMS))}"
+                )
+
     @property
     def _for_the_host(self) -> bool:
         """True if the options name something that only the CPU has."""
@@ -143,6 +156,7 @@ class Wanted:
             pages = config.num_pages + 1  # page 0 is the sink
             check_memory(self.sizes, self.sizes.num_layers, pages, config.page_size, config.kv_dtype)
             return Site(ops_for(config.backend), config, geometry, head is not None, f"cpu ({why})", None)
+        self._check_heads(config.backend, self.sizes, *(() if head is None else (head.config,)))
         ops, ordinal = cuda_ops(place, geometry.shape, config.backend), place.device.index
         engine = Engine(self.sizes, head, config, geometry, place, attention_of(ops, ordinal))
         config, budget = planned(engine, self.config.num_pages, free_bytes(place.device))

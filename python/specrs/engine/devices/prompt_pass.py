@@ -76,7 +76,7 @@ class PassInputs:
         a = self.there
         found = DevicePlan(
             "extend", a["positions"], a[slots], a["lens"], a["starts"], a["table"].view(self._batch, -1), None, None,
-            most, self._page_size, a["first_pages"] if first_pages else None, self._format.arrays,
+            most, self._page_size, a["first_pages"] if first_pages else None, self._format.of("extend"),
         )  # fmt: skip
         return cast(core.Plan, found)
 
@@ -89,7 +89,7 @@ class PassInputs:
             return
         a = self.there
         self._format.plan(
-            stream, phase="extend", draft_step=None, table=a["table"].view(self._batch, -1), num_pages=self._num_pages,
+            stream, "extend", draft_step=None, table=a["table"].view(self._batch, -1), num_pages=self._num_pages,
             rows=self._rows, versions=self._versions, lens=a["lens"], live=None, offsets=a["starts"],
             plan=self._planned,
         )  # fmt: skip

@@ -108,9 +108,9 @@ class TreePolicy:
         """Return the plain rounds that a batch waits until the head has run over ``lag`` positions of a request."""
         return self.costs.resume.at(lag) / self.costs.plain(batch) * batch
 
-    def entering(self, batch: int) -> float:
-        """Return the plain rounds that the pass behind prompts takes while a batch waits."""
-        return self.costs.enter / self.costs.plain(batch)
+    def entering(self, tokens: int, batch: int) -> float:
+        """Return the plain rounds that a batch waits until the head has run over ``tokens`` positions of prompts."""
+        return self.costs.enter.at(tokens) / self.costs.plain(batch)
 
     def least_loss(self, batch: int, drafting: int) -> float:
         """Return the plain rounds that each of ``drafting`` requests loses if its only draft node is refused."""

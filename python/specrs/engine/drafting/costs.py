@@ -78,7 +78,8 @@ class Costs:
         draft_step: cost of the head's passes that draft one level.
         draft_extend: cost of the head's passes that write draft KV and give scores at the root.
         resume: cost of the passes over so many positions of a request that has not drafted, after which it can.
-        enter: seconds of the pass behind prompts, after which their requests can draft; 0 where it takes little.
+        enter: cost of the passes over so many positions at the end of prompts, after which their requests can draft;
+            nothing where they take little beside the prompts.
         beside: seconds that a round of each kind takes beside its passes; negative where rounds overlap more than they
             did when passes were measured.
         seen: number of rounds of each kind that ``beside`` was learnt from.
@@ -88,7 +89,7 @@ class Costs:
     draft_step: PassCost
     draft_extend: PassCost
     resume: PassCost
-    enter: float = 0.0
+    enter: PassCost = field(default_factory=lambda: PassCost([1], [0.0]))
     beside: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     seen: list[int] = field(default_factory=lambda: [0, 0, 0])
 

@@ -77,14 +77,17 @@ class Drafting:
         draft now."""
         if self.tail is None and request.head.first:
             return False  # the prefix cache has no draft KV of what the head would have to read
-        account, least = self.account(request), self.policy.least_loss(1, 1)
-        return account.request.left >= least and account.engine.left >= least + self.policy.entering(1)
+        account, least, reads = self.account(request), self.policy.least_loss(1, 1), request.prefill_target
+        reads -= request.head.shared if self.tail is None else max(request.head.shared, reads - self.tail)
+        return account.request.left >= least and account.engine.left >= least + self.policy.entering(reads, 1)
 
     def entered(self, requests: Sequence[Request]) -> None:
         """Pay for the pass behind the prompts of requests: from the engine's bucket alone, so that they keep all that
         they have for their first rounds."""
+        together, live = len(requests), len(self._accounts)
         for r in requests:
-            self.account(r).engine.pay(self.policy.entering(len(self._accounts)) / len(requests))
+            reads = r.head.end - max(r.head.first, r.head.shared)
+            self.account(r).engine.pay(self.policy.entering(reads * together, live) / together)
 
     def forget(self, request: Request) -> None:
         """Forget a request that has ended."""

@@ -53,7 +53,10 @@ def drafted_levels(shape: TreeShape) -> set[int]:
 
 
 def costs_of_rounds(
-    shape: TreeShape, measured: Mapping[int, Mapping[int, float]], enter: float, resume: float
+    shape: TreeShape,
+    measured: Mapping[int, Mapping[int, float]],
+    enter: Mapping[int, float],
+    resume: Mapping[int, float],
 ) -> Costs:
     """Return the costs of passes that explain the measured times of whole rounds.
 
@@ -64,8 +67,9 @@ def costs_of_rounds(
         shape: the shape of the deepest trees.
         measured: seconds of rounds by the number of requests and the number of levels of drafts, among them 1 request,
             and 0 and 1 levels.
-        enter: seconds of the pass after which a request drafts for the first time.
-        resume: seconds of the pass after which a request drafts again.
+        enter: seconds of the passes after which a request drafts for the first time, by the positions that the head
+            reads; ascending.
+        resume: the same of a request that drafts again.
     """
     one, pace = measured[1], Pace()
     extend = max(one[1] - one[0], 0.0)
@@ -80,9 +84,10 @@ def costs_of_rounds(
         for levels, seconds in rounds.items()
     }
     rows = sorted(target)
+    begin, again = (PassCost(list(passes), list(passes.values()), pace) for passes in (enter, resume))
     return Costs(
         PassCost(rows, [target[n] for n in rows], pace), PassCost([1], [step], pace), PassCost([1], [extend], pace),
-        PassCost([1], [resume], pace), enter,
+        again, begin,
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
-"""Passes of each phase in the format ``"triton"``, planned by the host, and the Triton kernels over them.
+"""Passes of each phase in the format of a backend, planned by the host, and the backend's kernels over them.
 
-The kernels run on a GPU, or under triton's interpreter on the CPU.
+The kernels run on a GPU, those in Triton under its interpreter on the CPU too.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 
 from specrs import _specrs as core
-from specrs.backends import Step, Triton
-from specrs.backends.base import Phase
+from specrs.backends import BACKENDS, FlashAttentionCuda, FlashInferCuda, Step, gather
+from specrs.backends.base import Format, Phase
 
 PHASES: list[Phase] = ["extend", "decode", "draft", "verify"]
 Layout = Literal["dense", "holey"]
@@ -92,6 +92,8 @@ class Requests:
         if phase == "decode":
             return p.decode(seqs, lens, pad=pad)
         if phase == "draft":
+            if format == "flash_attention" and self.geometry.layout == "holey":
+                return p.draft(seqs, lens, self.shape.steps - 1, None, "lane", pad=pad)
             return p.draft(seqs, lens, self.shape.steps - 1, self.beams, pad=pad)
         trees = core.TreeBatch.from_parents(self.trees, [[0] * len(t) for t in self.trees])
         return p.verify(seqs, lens, trees, pad=pad)
@@ -104,19 +106,35 @@ class Requests:
 
 
 class Pass:
-    """A pass over random KV, in which every slot that no query's request reads is NaN."""
+    """A pass over random KV, in which every slot that no query's request reads is NaN.
 
-    def __init__(self, requests: Requests, phase: Phase, heads: Heads, padded: bool = True, seed: int = 0) -> None:
-        self.requests, self.phase, self.heads = requests, phase, heads
-        plan = requests.plan(phase, padded=padded)
+    In the format ``"flash_attention"``, whose kernel reads whole pages, they are those of pages that nothing names.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        phase: Phase,
+        heads: Heads,
+        padded: bool = True,
+        seed: int = 0,
+        format: Format = "triton",
+    ) -> None:
+        self.requests, self.phase, self.heads, self.format = requests, phase, heads, format
+        plan = requests.plan(phase, format, padded=padded)
         self.arrays = {name: torch.from_dlpack(array).clone() for name, array in plan.arrays().items()}
+        self.expand_page_size = plan.expand_page_size
         self.queries, self.sequences = plan.queries, plan.queries if phase in ("draft", "decode") else plan.batch
         g = torch.Generator().manual_seed(seed)
         shape = (requests.pool.num_pages * requests.pool.page_size, heads.kv_heads, heads.dim)
         unread = torch.ones(shape[0], dtype=torch.bool)
         for name in {"kv_indices", "extend_slots"} & set(self.arrays):
             unread[self.arrays[name]] = False
-        unread[0] = True  # the sink
+        for name, page in (("page_table", requests.pool.page_size), ("expand_page_table", plan.expand_page_size)):
+            if name in self.arrays and page is not None:
+                table = self.arrays[name]
+                unread[gather.paged(table, torch.tensor([table.shape[1] * page]), page).flatten()] = False
+        unread[: requests.pool.page_size] = True  # the sink
         kv = (torch.randn(shape, generator=g).masked_fill_(unread[:, None, None], math.nan) for _ in range(2))
         self.keys, self.values = (half.to(heads.dtype) for half in kv)
         self.q = torch.randn(self.queries, heads.kv_heads * heads.group, heads.dim, generator=g).to(heads.dtype)
@@ -124,11 +142,16 @@ class Pass:
 
     def reference(self) -> torch.Tensor:
         """Attention in float64 by the arrays alone, in float32."""
-        step = Step(
-            phase=self.phase, page_size=self.requests.pool.page_size, queries=self.queries, arrays=self.arrays
+        backend = BACKENDS[self.format]()
+        prepared = backend.prepare(self.step(self.arrays))
+        return backend.attend(prepared, self.keys, self.values, self.q.float(), self.scale)
+
+    def step(self, arrays: dict[str, torch.Tensor]) -> Step:
+        """The pass as a backend is told of it."""
+        return Step(
+            phase=self.phase, page_size=self.requests.pool.page_size, expand_page_size=self.expand_page_size,
+            queries=self.queries, arrays=arrays,
         )  # fmt: skip
-        backend = Triton()
-        return backend.attend(backend.prepare(step), self.keys, self.values, self.q.float(), self.scale)
 
     def kernels(self, device: torch.device) -> torch.Tensor:
         """The kernels' output, from arrays with some elements of poison behind their ends, into memory full of NaN."""
@@ -137,23 +160,53 @@ class Pass:
         return out.float().cpu()
 
     def launch(self, device: torch.device, spare: int = 0) -> tuple[Callable[[], None], torch.Tensor]:
-        """A launch of the kernels over the pass, and its output."""
-        from specrs.backends import triton_kernels
+        """A launch of the backend's kernels over the pass, and its output. Arrays end in so much poison."""
 
         def there(tensor: torch.Tensor) -> torch.Tensor:
-            poison = torch.full((spare,), 85, dtype=torch.uint8).to(tensor.dtype)
+            poison = torch.full((spare, *tensor.shape[1:]), 85, dtype=torch.uint8).to(tensor.dtype)
             return torch.cat((tensor, poison)).to(device)
 
-        q = self.q.to(device)
+        q, keys, values = self.q.to(device), self.keys.to(device), self.values.to(device)
         out = torch.full_like(q, math.nan)
-        size = triton_kernels.workspace(device, self.heads.dim)
-        space = torch.full((size,), 0xFF, dtype=torch.uint8, device=device)
         arrays: dict[str, Any] = {name: there(array) for name, array in self.arrays.items()}
-        launch = partial(
-            triton_kernels.attention, q, self.keys.to(device), self.values.to(device), out, arrays, phase=self.phase,
-            sequences=self.sequences, most_queries=self.requests.most_queries(self.phase), scale=self.scale,
-            space=space,
-        )  # fmt: skip
+        most = self.requests.most_queries(self.phase)
+        if self.format == "triton":
+            from specrs.backends import triton_kernels
+
+            space = torch.full((triton_kernels.workspace(device, self.heads.dim),), 0xFF, dtype=torch.uint8)
+            launch = partial(
+                triton_kernels.attention, q, keys, values, out, arrays, phase=self.phase, sequences=self.sequences,
+                most_queries=most, scale=self.scale, space=space.to(device),
+            )  # fmt: skip
+        elif self.format == "flashinfer":
+            from specrs.backends import flashinfer
+
+            launch = partial(
+                flashinfer.kernels().attention, q, keys, values, out, arrays, phase=self.phase, lists=self.sequences,
+                most_queries=most, scale=self.scale,
+            )  # fmt: skip
+        else:
+            from specrs.backends import flash_attention
+
+            # The operator takes an array for as many requests as it has.
+            arrays = {name: array[: len(self.arrays[name])] for name, array in arrays.items()}
+            launch = partial(
+                flash_attention.kernels().attention, q, keys, values, out, arrays,
+                page_size=self.requests.pool.page_size, expand_page_size=self.expand_page_size, most_queries=most,
+                scale=self.scale,
+            )  # fmt: skip
+        return launch, out
+
+    def planned(self, device: torch.device) -> tuple[Callable[[], None], torch.Tensor]:
+        """A launch as another engine makes it, by the backend's class, which has prepared the pass, and its output."""
+        backend = {"flashinfer": FlashInferCuda, "flash_attention": FlashAttentionCuda}[self.format]()
+        q, keys, values = self.q.to(device), self.keys.to(device), self.values.to(device)
+        out = torch.full_like(q, math.nan)
+        prepared = backend.prepare(self.step({name: array.to(device) for name, array in self.arrays.items()}))
+
+        def launch() -> None:
+            out.copy_(backend.attend(prepared, keys, values, q, self.scale))
+
         return launch, out
 
     def native(self, device: torch.device) -> tuple[Callable[[], None], torch.Tensor]:

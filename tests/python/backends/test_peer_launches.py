@@ -1,0 +1,182 @@
+"""How FlashInfer's wrapper and FlashAttention-3's operator are called, on the CPU, where stand-ins do what those do.
+
+The stand-ins follow the kernels' rules (where a plan lies, which rows are written, what a pass without keys gives), so
+that what is tested is specrs's part: plans that are kept, rows that are spread and gathered, passes that are merged.
+Its kernels in Triton run under the interpreter, in a process that the test at the end starts.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from pass_world import PHASES, Heads, Layout, Pass, Requests
+from specrs.backends import gather
+from specrs.backends.base import Format, Phase
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("the package triton, in which the kernels are written, is not installed", allow_module_level=True)
+
+if (version := importlib.metadata.version("triton")).startswith(("3.6", "3.7", "3.8")):
+    pytest.skip(f"triton {version}: its interpreter does not run these kernels; 3.9's does", allow_module_level=True)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HOST = torch.device("cpu")
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_under_the_interpreter starts")
+SHAPES: list[tuple[tuple[int, int, int], int, Layout]] = [
+    ((1, 1, 2), 1, "dense"), ((1, 4, 5), 16, "dense"), ((4, 3, 9), 1, "dense"), ((4, 3, 17), 16, "dense"),
+    ((4, 3, 33), 16, "holey"), ((8, 6, 64), 16, "holey"),
+]  # fmt: skip
+
+
+class Wrapper:
+    """FlashInfer's wrapper in graph mode, by what its kernel does with a plan."""
+
+    def __init__(self, workspace: torch.Tensor, layout: str, **given: Any) -> None:
+        assert layout == "NHD" and given["use_cuda_graph"] and given["backend"] == "fa2"
+        self.rows, self.indptr = given["qo_indptr_buf"], given["paged_kv_indptr_buf"]
+        self.indices, self.last = given["paged_kv_indices_buf"], given["paged_kv_last_page_len_buf"]
+        self.mask, self.mask_indptr = given.get("custom_mask_buf"), given.get("mask_indptr_buf")
+        assert len(self.rows) == len(self.indptr) == len(self.last) + 1
+        self.sized = False
+
+    def workspace_size(self, *plan: Any, **how: Any) -> tuple[int, int]:
+        assert "sm_scale" not in how
+        return 0, 1000
+
+    def reset_workspace_buffer(self, floats: torch.Tensor, ints: torch.Tensor) -> None:
+        assert ints.numel() >= 1000
+        self.sized = True
+
+    def plan(self, rows: Any, indptr: Any, indices: Any, last: Any, *heads: int, **how: Any) -> None:
+        """As there, what is planned for goes into the buffers."""
+        assert self.sized and heads[3] == 1 and how["kv_data_type"] == how["q_data_type"]
+        self.rows.copy_(rows)
+        self.indptr.copy_(indptr)
+        self.last.copy_(last)
+        self.at, self.how = rows.clone(), how
+        self.planned = None if how.get("disable_split_kv") else indptr.clone()
+        if "uniform_q_len" in how:
+            assert rows.diff().eq(how["uniform_q_len"]).all()
+
+    def run(self, q: torch.Tensor, cache: Any, out: torch.Tensor, enable_pdl: bool) -> None:
+        assert len(q) == len(out) == int(self.at[-1])
+        assert self.planned is None or torch.equal(self.planned, self.indptr), "keys that are split lie by the lengths"
+        keys, values = (half.squeeze(1) for half in cache)
+        for i in range(len(self.last)):
+            begin, end = int(self.indptr[i]), int(self.indptr[i + 1])
+            n, first, at = int(self.rows[i + 1] - self.rows[i]), int(self.rows[i]), int(self.at[i])
+            slots, lens = self.indices[begin:end].long()[None], torch.tensor([end - begin])
+            mask = None
+            if self.mask is not None:
+                cells = torch.arange(n * (end - begin)) + int(self.mask_indptr[i]) * 8
+                bits = self.mask[(cells >> 3).clamp_(max=len(self.mask) - 1)].int() >> (cells & 7) & 1
+                mask = (bits == 1).view(1, n, end - begin)
+            of = gather.groups(
+                torch.tensor([first]), torch.tensor([n]), slots, lens, causal=self.how["causal"], mask=mask
+            )
+            found = gather.attend(of, keys, values, q.float(), self.how["sm_scale"]).out
+            out[at : at + n] = found[first : first + n].to(out.dtype)
+
+
+def operator(*, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any, **given: Any) -> list[torch.Tensor]:
+    """FlashAttention-3's operator: rows that no request has are not written, and those without keys weigh nothing."""
+    lens, table, starts = given["seqused_k"].long(), given["page_table"], given["cu_seqlens_q"]
+    assert len(lens) == len(table) == len(starts) - 1 and k.dim() == 4
+    assert given["max_seqlen_k"] == table.shape[1] * k.shape[1] >= int(lens.max())
+    first, count = gather.rows_of(starts, len(lens))
+    assert given["max_seqlen_q"] >= int(count.max())
+    slots = gather.paged(table, lens, k.shape[1])
+    of = gather.groups(first, count, slots, lens, causal=given["is_causal"])
+    found = gather.attend(of, k.flatten(0, 1), v.flatten(0, 1), q.float(), given["softmax_scale"])
+    out = torch.full_like(q, torch.nan) if out is None else out
+    sums = torch.full((q.shape[1], q.shape[0]), torch.nan)
+    live = slice(0, int(starts[-1]))
+    out[live], sums[:, live] = found.out[live].to(q.dtype), found.lse.T[:, live].float()
+    return [out, sums]
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    from specrs.backends import flash_attention, flashinfer
+
+    monkeypatch.setattr(flashinfer, "flashinfer_wrapper", lambda: Wrapper)
+    monkeypatch.setattr(flash_attention, "flash_attention_op", lambda: operator)
+
+
+@inside
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("format", ["flashinfer", "flash_attention"])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("shape", "page", "layout"), SHAPES)
+def test_every_phase_and_layout(
+    format: Format, phase: Phase, shape: tuple[int, int, int], page: int, layout: Layout
+) -> None:
+    for seed, padded in ((1, True), (2, False)):
+        one = Pass(Requests(seed, shape, page, layout, context=150), phase, Heads(2, 3, 64), padded, format=format)
+        want = one.reference()
+        torch.testing.assert_close(one.kernels(HOST), want, rtol=2e-5, atol=2e-5)
+        launch, out = one.planned(HOST)
+        launch()
+        torch.testing.assert_close(out, want, rtol=2e-5, atol=2e-5)
+
+
+@inside
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_kept_plan_serves_every_batch_of_its_shape(phase: Phase) -> None:
+    """The arrays of another batch in the same memory, shorter and longer, with other dead rows."""
+    from specrs.backends import flashinfer
+
+    kernels, heads = flashinfer.kernels(), Heads(1, 2, 64)
+    passes = [
+        Pass(Requests(n, (4, 3, 17), 16, "dense", context=150), phase, heads, format="flashinfer") for n in (3, 4, 5)
+    ]
+    most = max(one.requests.most_queries(phase) for one in passes)
+    longest = {name: max(len(one.arrays[name]) for one in passes) for name in passes[0].arrays}
+    memory = {name: torch.zeros(n, dtype=passes[0].arrays[name].dtype) for name, n in longest.items()}
+    rows = max(one.queries for one in passes)
+    for one in (*passes, *passes[::-1]):
+        for name, array in one.arrays.items():
+            memory[name].fill_(85)
+            memory[name][: len(array)] = array
+        if phase in ("draft", "decode") and one.queries != rows:
+            continue
+        out = torch.full_like(one.q, torch.nan)
+        kernels.attention(
+            one.q, one.keys, one.values, out, memory, phase=phase, lists=one.sequences, most_queries=most,
+            scale=one.scale,
+        )  # fmt: skip
+        torch.testing.assert_close(out, one.reference(), rtol=2e-5, atol=2e-5)
+    assert len(kernels._kept) == 1
+
+
+@inside
+def test_no_queries() -> None:
+    from specrs.backends.flash_attention_kernels import FlashAttentionKernels
+    from specrs.backends.flashinfer_kernels import FlashInferKernels
+
+    nothing = torch.zeros(0, 2, 64)
+    for phase in PHASES:
+        FlashInferKernels(Wrapper).attention(
+            nothing, nothing, nothing, nothing, {}, phase=phase, lists=0, most_queries=1, scale=1.0
+        )
+        FlashAttentionKernels(operator).attention(
+            nothing, nothing, nothing, nothing, {}, page_size=1, expand_page_size=1, most_queries=1, scale=1.0,
+        )  # fmt: skip
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+def test_under_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", __file__]
+    ran = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
