@@ -84,10 +84,10 @@ class Drafting:
     def entered(self, requests: Sequence[Request]) -> None:
         """Pay for the pass behind the prompts of requests: from the engine's bucket alone, so that they keep all that
         they have for their first rounds."""
-        together, live = len(requests), len(self._accounts)
-        for r in requests:
-            reads = r.head.end - max(r.head.first, r.head.shared)
-            self.account(r).engine.pay(self.policy.entering(reads * together, live) / together)
+        accounts, together = [self.account(r) for r in requests], len(requests)
+        for r, account in zip(requests, accounts, strict=True):
+            reads = (r.head.end - max(r.head.first, r.head.shared)) * together
+            account.engine.pay(self.policy.entering(reads, len(self._accounts)) / together)
 
     def forget(self, request: Request) -> None:
         """Forget a request that has ended."""
