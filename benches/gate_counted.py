@@ -25,7 +25,7 @@ import specrs.engine.rounds.runner as runner_module
 from gate_texts import CODE, KINDS
 from specrs import LLM, SamplingParams
 from specrs import _specrs as core
-from specrs.engine.drafting.costs import Costs, Overheads, PassCost
+from specrs.engine.drafting.costs import Costs, PassCost
 from specrs.engine.drafting.plans import RoundOutcome
 from specrs.engine.drafting.sources import DraftSession
 
@@ -44,7 +44,7 @@ BATCH = 4
 class Frozen(Costs):
     """Costs that nothing moves."""
 
-    def observe(self, kind: int, batch: int, passes: float, seconds: float) -> None:
+    def observe(self, kind: int, expected: float, seconds: float) -> None:
         """Take no notice."""
 
 
@@ -62,7 +62,7 @@ class Counter:
         tables = {name: PassCost(ROWS, [ms / 1e3 for ms in row]) for name, row in TABLE.items()}
         plain, drafting = (ms / 1e3 for ms in BESIDE)
         extend = tables["draft_extend"]
-        self.costs = Frozen(**tables, enter=extend, resume=extend, overhead=Overheads([plain, drafting, drafting]))
+        self.costs = Frozen(**tables, resume=extend, beside=[plain, drafting, drafting])
         self._price(runner.executor.target, "forward", lambda n: self.costs.target.at(n))
         observe = runner.drafting.observe
 
@@ -212,8 +212,7 @@ class Fresh:
             self._default[1].close()
         llm = LLM(**self._options)
         for value in tail:
-            policy: Any = llm._runner.drafting.policy
-            policy.tail = value
+            llm._runner.drafting.tail = value
         self._default = Counter(llm), llm
 
     def run(self, text: str, length: int, temperature: float, seed: int) -> tuple[float, float, Any]:

@@ -38,7 +38,7 @@ from common import commit, versions
 from gate_texts import KINDS
 from specrs import LLM, SamplingParams, assets
 from specrs.engine.devices.host import Entries
-from specrs.engine.drafting.chooser import TAIL, Kind, TreePolicy
+from specrs.engine.drafting.chooser import Kind, TreePolicy
 from specrs.engine.drafting.levels import costs_of_rounds
 from specrs.models.acceptance import read_acceptance
 
@@ -98,7 +98,7 @@ class Priced(world.Device):
         shape = self.planner.geometry.shape
         seconds = {b: {levels: ms / 1e3 for levels, ms in rounds.items()} for b, rounds in ROUNDS.items()}
         costs = costs_of_rounds(shape, seconds, {1: (ENTER + BEGUN) / 1e3}, {1: (RESUME + BEGUN) / 1e3})
-        return TreePolicy(costs, kinds(shape.steps), tail=TAIL)
+        return TreePolicy(costs, kinds(shape.steps))
 
     def prefill(self, *args: Any) -> Any:
         CLOCK.host = CLOCK.launch(PROMPT)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specrs._specrs import DraftCalibration, DraftProposal, choose_drafts
-from specrs.engine.drafting.budget import Account
+from specrs.engine.drafting.budget import RATE, Account
 from specrs.engine.drafting.chooser import TreePolicy
-from specrs.engine.drafting.costs import Costs, Overheads, PassCost
+from specrs.engine.drafting.costs import Costs, PassCost
 
 _ROWS = [1, 8, 64]
 _DEPTH, _CLAIM = 8, 0.97
@@ -87,9 +87,8 @@ def policy(step: float = 0.2, growth: float = 0.02) -> Engine:
             target=PassCost(_ROWS, [1.0 + growth * r for r in _ROWS]),
             draft_step=PassCost(_ROWS, [step] * 3),
             draft_extend=extend,
-            enter=extend,
             resume=extend,
-            overhead=Overheads([1e-4, 2e-4, 2e-4]),
+            beside=[1e-4, 2e-4, 2e-4],
         )
     )
 
@@ -109,12 +108,12 @@ def decode(p: Engine, requests: Sequence[Simulated], rng: random.Random) -> Deco
 def _round(p: Engine, live: Sequence[Simulated], rng: random.Random, claims: Sequence[float], done: Decoded) -> None:
     """One round of a batch."""
     batch, costs, plain, kind = len(live), p.costs, p.costs.plain(len(live)), p.kind(1.0)
-    drafting = [_pays(p, r, batch) for r in live]
-    rooms = {
-        i: r.account.room(batch) - p.resuming(r.lag, batch)
-        for i, (r, able) in enumerate(zip(live, drafting, strict=True))
-        if able
-    }
+    rooms = {}
+    for i, r in enumerate(live):
+        short = p.short(r.account, batch, r.lag)
+        r.follows &= short / RATE < (r.tokens - r.produced) / 2
+        if r.follows and short <= 1e-9:
+            rooms[i] = r.account.room(batch) - p.resuming(r.lag, batch)
     while rooms and min(rooms.values()) < p.least_loss(batch, len(rooms)) - 1e-9:
         del rooms[min(rooms, key=rooms.__getitem__)]
     drafting = [i in rooms for i in range(batch)]
@@ -159,18 +158,7 @@ def _round(p: Engine, live: Sequence[Simulated], rng: random.Random, claims: Seq
         r.account.pay(-one, batch)
 
 
-def _pays(p: Engine, r: Simulated, batch: int) -> bool:
-    """Return whether a request can pay for drafts, asked of the policy as `Drafting` asks."""
-    if not r.follows:
-        return False
-    wait = p.wait(r.account, batch, r.lag)
-    r.follows = wait == 0.0 or wait < (r.tokens - r.produced) / 2
-    return wait == 0.0
-
-
-def begin(
-    p: Engine, tokens: int, chance: float, *, batch: int = 1, ends: int | None = None, prompt: int = 0
-) -> Simulated:
+def begin(p: Engine, tokens: int, chance: float, *, batch: int = 1, ends: int | None = None) -> Simulated:
     """A new request, as the engine admits it.
 
     Args:
@@ -179,12 +167,9 @@ def begin(
         chance: see `Simulated`.
         batch: requests that run with it, itself included.
         ends: see `Simulated`; by default at its limit.
-        prompt: tokens of its prompt.
     """
     account = p.account(1.0, tokens)
-    follows = p.follows(account, batch, tokens, prompt)
-    if follows:
-        account.engine.pay(p.entering(prompt, batch) / batch)
+    follows = account.room(1) >= p.least_loss(1, 1)
     return Simulated(account, tokens, chance, tokens if ends is None else ends, follows=follows)
 
 

@@ -268,7 +268,7 @@ class Device(HostExecutor):
     def policy(self, pages: Any) -> TreePolicy:
         policy, steps = super().policy(pages), self.planner.geometry.shape.steps
         costs = replace(policy.costs, resume=PassCost([1], [policy.costs.target.at(1)]))
-        return TreePolicy(costs, [Kind.of(one, steps) for one in UNKNOWN], tail=policy.tail)
+        return TreePolicy(costs, [Kind.of(one, steps) for one in UNKNOWN])
 
     # -- what the engine sees -------------------------------------------------------------------------------------
 
@@ -326,10 +326,6 @@ class Device(HostExecutor):
         self.might("first")
         return Round(self, self._running, number, batch, range(len(batch)))
 
-    @property
-    def waited(self) -> float:
-        return 0.0
-
     def launch(self, verified: Any, rounds: int, levels: int) -> Any:
         assert isinstance(verified, Round) and rounds >= 1
         assert self._handed == self._next, "a loop is under way"
@@ -338,7 +334,7 @@ class Device(HostExecutor):
             return None
         run, number, loop = verified.run, self._next, self.told.level == "loop"
         if run.levels and levels != run.levels:
-            self._running = run = replace(run, levels=levels, follow=levels > 0)
+            self._running = run = replace(run, levels=levels)
             self.told.changed += 1
         for left in range(rounds if loop else 1, 0, -1):  # the device goes on by itself, before the host knows anything
             found = self.slot(self._round(run))
@@ -502,11 +498,6 @@ class DeviceDrafts(HostDrafts):
 
     def can_extend(self, request: Request) -> bool:
         return True
-
-    def write(self, requests: Sequence[Request]) -> Any:
-        self._device.might("write")
-        self._recall(requests)
-        return super().write(requests)
 
     def extend(self, requests: Sequence[Request]) -> Any:
         self._device.might("extend")

@@ -14,7 +14,7 @@ import specrs.engine.drafting.gathering as gathering_module
 from specrs._specrs import TreeShape
 from specrs.drafters import DraftRequest, Proposal
 from specrs.engine.drafting.chooser import TreePolicy
-from specrs.engine.drafting.costs import HOSTED, Costs, Overheads, PassCost
+from specrs.engine.drafting.costs import HOSTED, Costs, PassCost
 from specrs.engine.drafting.decisions import Drafting
 from specrs.engine.drafting.gathering import Gathering
 from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
@@ -145,12 +145,13 @@ class World:
                 passed = [Passed(t, t.tokens[-1:], 1) for t in live]  # type: ignore[arg-type]
             else:
                 self.drafted += 1
-                self.clock.now += self.costs.target.at(sum(sizes)) + self.costs.overhead.at(HOSTED)
+                self.clock.now += self.costs.target.at(sum(sizes)) + self.costs.beside[HOSTED]
                 passed = [self._walk(t, tree) for t, tree in zip(live, hosted.drafts, strict=True)]
-            outcome = RoundOutcome(RoundPlan(batch, proposals, trees=hosted), range(len(live)), passed, None, None)  # type: ignore[arg-type]
+            verified: Any = SimpleNamespace(trees=SimpleNamespace(sizes=sizes))
+            outcome = RoundOutcome(RoundPlan(batch, trees=hosted), hosted, range(len(live)), passed, verified, 0.0)
             for t, p in zip(live, passed, strict=True):
                 self.drafting.account(t).earn(p.kept, len(live))  # type: ignore[arg-type]
-            self.drafting._book(outcome, sizes)
+            self.drafting._book(outcome, self.drafting._seconds(outcome))
             for t in live:
                 if t.remaining <= 0:
                     self.drafting.forget(t)  # type: ignore[arg-type]
@@ -178,7 +179,7 @@ def world(
     """
     monkeypatch.setattr(gathering_module, "time", clock)
     dear = PassCost([1, 8], [head, head])
-    costs = Costs(PassCost(list(rows), list(rows.values())), dear, dear, dear, dear, Overheads([1e-4, 3e-4, hosted]))
+    costs = Costs(PassCost(list(rows), list(rows.values())), dear, dear, dear, beside=[1e-4, 3e-4, hosted])
     gathering = Gathering(Sources(tuple(map(Source.of, sources)), VOCAB), 16, 15, tiers)
     drafting = Drafting(TreeShape(1, 8, 9), 1, False, gathering, tiers is not None)
     drafting.price(TreePolicy(costs))

@@ -14,7 +14,7 @@ from specrs import TreeShape
 from specrs._specrs import TreeBatch
 from specrs.engine.drafting.budget import RATE, request_bucket
 from specrs.engine.drafting.chooser import Kind, TreePolicy
-from specrs.engine.drafting.costs import HOSTED, PLAIN, SPECULATIVE, Costs, Overheads, Pace, PassCost
+from specrs.engine.drafting.costs import SPECULATIVE, Costs, Pace, PassCost
 from specrs.engine.drafting.decisions import Drafting
 from specrs.engine.drafting.gathering import Gathering
 from specrs.engine.drafting.levels import costs_of_rounds, drafted_levels, most_nodes, round_seconds
@@ -36,24 +36,14 @@ class Launched(Drafting):
     policy: TreePolicy  # type: ignore[assignment]
 
     def __init__(self, costs: Costs) -> None:
-        super().__init__(SHAPE, 1, True, Gathering(Sources((), 8), 32, 6, [2]), True)
+        super().__init__(SHAPE, 1, True, Gathering(Sources((), 8), 32, 6, [2]), True, 32)
         self.price(TreePolicy(costs, [Kind.of(one, SHAPE.steps) for one in UNKNOWN]))
 
     def ended(
         self, plan: RoundPlan, passed: Sequence[Any], seconds: float | None, trees: TreeBatch | None = None
     ) -> None:
         """A round ended."""
-        verified: Any = SimpleNamespace(trees=trees)
-        outcome = RoundOutcome(plan, range(len(passed)), passed, verified, seconds)
-        for p in passed:
-            p.request.drafting_rounds += plan.drafts
-        self._observe_costs(outcome)
-        if any(outcome.head):
-            self._observe_head(outcome, self._accepted(outcome))
-        for p in passed:
-            self.account(p.request).earn(p.kept, len(passed))
-        self._book(outcome, [1] * len(passed) if trees is None else trees.sizes)
-        self._batch = len(passed)
+        self.observe(RoundOutcome(plan, None, range(len(passed)), passed, SimpleNamespace(trees=trees), seconds))  # type: ignore[arg-type]
 
 
 def tree(rows: float = 0.0, overhead: float = 0.0) -> Launched:
@@ -67,8 +57,7 @@ def tree(rows: float = 0.0, overhead: float = 0.0) -> Launched:
             PassCost([1], [STEP], pace),
             extend,
             extend,
-            extend,
-            Overheads([0.0, 0.0, overhead]),
+            beside=[0.0, 0.0, overhead],
         )
     )
 
@@ -96,8 +85,8 @@ def request(i: int, tokens: int = 256) -> Any:
     head = SimpleNamespace(followed=True, root=object(), end=9, first=0, shared=10)
     return Alone(
         request_id=i, tokens=[1] * 10, prompt_len=10, remaining=tokens, error=None, prefill_target=10, committed=10,
-        finish_reason=None, params=SimpleNamespace(temperature=0.0), drafting_rounds=0, head=head, max_depth=99,
-        draws=SimpleNamespace(room=99), lag=0, can_draft=True,
+        finish_reason=None, params=SimpleNamespace(temperature=0.0, speculative=True), drafting_rounds=0, proposed=0,
+        head=head, max_depth=99, draws=SimpleNamespace(room=99), lag=0, can_draft=True,
     )  # fmt: skip
 
 
@@ -255,65 +244,45 @@ def test_batches_gain_where_the_head_wins_and_lose_little_where_it_does_not(size
         assert crowd(size, [*[0.1] * 160, *[0.8] * 320], clock)[2] > 1.2
 
 
-def test_a_round_behind_gets_other_levels_or_none() -> None:
-    """Before the outcome is known: who cannot pay gets one level more, then none; more levels as soon as they pay."""
-    speculation, r = tree(), request(0)
-    plan, account, side = planned(speculation, r), speculation.account(r), Side([r])
-    deep = plan.levels
-    assert deep > 1 and speculation.behind(plan, side) is plan  # type: ignore[arg-type]
-    account.request.left = 0.1
-    shallow: Any = speculation.behind(plan, side)  # type: ignore[arg-type]
-    assert (shallow.head, shallow.levels) == ([True], 1)
-    none: Any = speculation.behind(shallow, side)  # type: ignore[arg-type]
-    assert (none.head, none.levels, none.drafts) == (None, 0, False)
-    account.request.left = account.engine.left = 9.0
-    again: Any = speculation.behind(shallow, side)  # type: ignore[arg-type]
-    assert again.levels > 1
-    assert speculation.behind(none, side) is None  # type: ignore[arg-type]  # the head has to catch up
-
-
-def test_a_plain_round_in_flight_leaves_the_head_a_position_to_catch_up_with() -> None:
-    """Who can pay for a round with drafts, and not for catching up before it, lets plain rounds run on."""
-    speculation, r = tree(), request(0)
-    policy, account, plain = speculation.policy, speculation.account(r), RoundPlan(Side([r]))  # type: ignore[arg-type]
-    least, resuming = policy.least_loss(1, 1), policy.resuming(1, 1)
-    for left, runs_on in ((least + resuming / 2, True), (least + resuming, False)):
-        account.request.left, account.drafts_from = left, 0.0
-        assert (speculation.behind(plain, plain.batch) is plain) == runs_on, left
-
-
-def test_beside_one_that_drafts_another_has_to_catch_up() -> None:
+def test_rounds_run_ahead_as_long_as_the_same_requests_can_pay() -> None:
+    """Before the outcome is known: where another can pay, or one no more, the next round waits for it."""
     speculation, side = tree(), Side([request(0), request(1)])
     policy, one, other = speculation.policy, *map(speculation.account, side)
-    plan: Any = RoundPlan(side, head=[True, False], levels=3)  # type: ignore[arg-type]
-    one.request.left = one.engine.left = 16.0
-    for left, waits in ((policy.least_loss(2, 2) + policy.resuming(1, 2) / 2, False), (16.0, True)):
-        other.request.left, other.drafts_from = left, 0.0
-        assert (speculation.behind(plan, side) is None) == waits, left  # type: ignore[arg-type]
+    both = speculation.plan(side)  # type: ignore[arg-type]
+    assert both.head == [True, True]
+    alone, plain = (RoundPlan(both.batch, head=head, levels=3) for head in ([True, False], None))
+    rich, least, resuming = 16.0, policy.least_loss(2, 2), policy.resuming(1, 2)
+    one.engine.left = rich
+    for rooms, goes_on in (
+        ((rich, rich), both),
+        ((rich, least + resuming / 2), alone),  # the head would have to catch up with the round in flight
+        ((0.0, 0.0), plain),
+    ):
+        one.request.left, other.request.left = rooms
+        for plan in (both, alone, plain):
+            wanted = plan is goes_on or (plan is both and rooms[1] > least and goes_on is alone)
+            assert (speculation.behind(plan, plan.batch, range(2)) is not None) == wanted, (rooms, plan.head)
+    assert speculation.behind(alone, Side(side[1:]), [1]), "the one that drafts has ended"  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_rounds_in_flight_risk_no_more_together_than_one_round(size: int) -> None:
-    """The round in flight may lose all its drafts, before anybody has paid; one with a level each is always tried."""
-    seen = set()
-    for left in (0.3, 0.6, 1.0, 1.5, 2.0, 3.0, 5.0, 9.0, 16.0):
-        speculation, side = tree(), Side([request(i) for i in range(size)])
-        policy = speculation.policy
-        for r in side:
-            speculation.account(r).request.left = speculation.account(r).engine.left = left
-        plan = speculation.plan(side)  # type: ignore[arg-type]
-        if plan.head != [True] * size:
-            continue
-        speculation.start(plan)
-        behind: Any = speculation.behind(plan, side)  # type: ignore[arg-type]
-        lost = [
-            policy.lost(size, size, round_seconds(SHAPE, policy.costs, size, each.levels)) / size
-            for each in (plan, behind)
-            if each.levels
-        ]
-        assert behind.levels <= 1 or sum(lost) <= left
-        seen.add((plan.levels, behind.levels))
-    assert {(3, 3), (3, 1), (1, 1)} <= seen
+def test_a_round_behind_gets_the_levels_that_pay_now() -> None:
+    speculation, r = tree(), request(0)
+    plan, account, side = planned(speculation, r), speculation.account(r), Side([r])
+    assert plan.levels > 1 and speculation.behind(plan, side, [0]).levels == plan.levels  # type: ignore[arg-type, union-attr]
+    account.request.left = speculation.policy.least_loss(1, 1)
+    shallow: Any = speculation.behind(plan, side, [0])  # type: ignore[arg-type]
+    assert (shallow.head, shallow.levels) == ([True], 1)
+    account.request.left = account.engine.left = 9.0
+    again: Any = speculation.behind(shallow, side, [0])  # type: ignore[arg-type]
+    assert again.levels > 1
+
+
+def test_others_draft_alone_where_they_yield_more_than_the_head() -> None:
+    speculation, r = tree(), request(0)
+    batch: Any = Side([r])
+    speculation.policy.kind(0.0).gain = 2.0
+    for tokens, alone in ((1.9, False), (2.1, True)):
+        assert speculation._prefers_others(batch, [0], others(tokens)) == alone
 
 
 @pytest.mark.parametrize("shape", [(4, 6, 32), (1, 5, 6), (8, 2, 64), (4, 1, 5), (8, 6, 64)])
@@ -328,21 +297,12 @@ def test_costs_of_passes_explain_the_rounds_that_were_measured(shape: tuple[int,
             more = rows * math.sqrt(most_nodes(shape_, levels))  # a pass takes the less for a row, the more rows it has
             measured[1][levels] = 1.0 + extend + (levels - 1) * step + more
         costs = costs_of_rounds(shape_, measured, {1: 0.25}, {1: 0.75, 3: 1.75})
-        overhead = costs.overhead.at(SPECULATIVE)
+        overhead = costs.beside[SPECULATIVE]
         for levels in tried:
             assert round_seconds(shape_, costs, 1, levels) - overhead == pytest.approx(measured[1][levels])
         assert costs.target.at(1) == 1.0
         assert [costs.enter.at(n) for n in (1, 40)] == [0.25, 0.25], "one pass, however many positions"
         assert [costs.resume.at(n) for n in (1, 3, 5)] == pytest.approx([0.75, 1.75, 2.75])
-
-
-def test_a_round_behind_waits_where_some_of_a_batch_cannot_pay() -> None:
-    speculation, side = tree(), Side([request(0), request(1)])
-    plan = speculation.plan(side)  # type: ignore[arg-type]
-    assert plan.head == [True, True]
-    speculation.start(plan)
-    speculation.account(side[0]).request.left = 0.0
-    assert speculation.behind(plan, side) is None  # type: ignore[arg-type]
 
 
 def test_the_poorest_are_left_out_of_a_round_that_others_can_pay() -> None:
@@ -353,41 +313,15 @@ def test_the_poorest_are_left_out_of_a_round_that_others_can_pay() -> None:
     for left, drafts in ((0.1, False), (0.4, False), (9.0, True)):
         for r, own in zip(side, (16.0, 16.0, left), strict=False):
             account = speculation.account(r)
-            account.request.left, account.drafts_from, account.engine.left = own, 0.0, 16.0
+            account.request.left, account.engine.left = own, 16.0
         plan = speculation.plan(side)  # type: ignore[arg-type]
         assert plan.head == [True, True, drafts, False, False], left
     speculation.start(plan)
     for r in side[:3]:
         speculation.account(r).request.left = 0.4
-        speculation.account(r).drafts_from = 0.0
     assert speculation.plan(side).head is None, "a share that nobody has"  # type: ignore[arg-type]
     plain = RoundPlan(side)  # type: ignore[arg-type]
-    for r in side[:3]:
-        speculation.account(r).drafts_from = 0.0
-    assert speculation.behind(plain, side) is plain, "they save, while plain rounds run ahead"  # type: ignore[arg-type]
-
-
-def test_rounds_of_the_hosts_trees_are_no_others() -> None:
-    speculation, r = tree(), request(0)
-    overhead, hosted = speculation.policy.costs.overhead, SimpleNamespace(drafts=[[0, 1, 1]], seconds=PLAIN_SECONDS)
-    trees = TreeBatch.from_parents([[-1, 0, 1]], [[0, 0, 0]])
-    for head, made, dearer in (([False], None, False), (None, hosted, True)):  # of requests that have ended; the host's
-        plan: Any = RoundPlan(Side([r]), head=head, trees=made)  # type: ignore[arg-type]
-        for _ in range(3):
-            speculation.ended(plan, [gave(r, 1)], 2 * PLAIN_SECONDS, trees)
-        assert (overhead.at(HOSTED) > 0.1) == dearer
-
-
-def test_a_requests_first_round_makes_no_other_look_dear(clock: list[float]) -> None:
-    """In such a round the device still runs over the prompt."""
-    speculation, rng = tree(), random.Random(8)
-    for i in range(30):
-        r = request(i)
-        run(speculation, r, 0.9, rng, clock, beside=3 * PLAIN_SECONDS)
-        while r.remaining > 0:
-            run(speculation, r, 0.9, rng, clock)
-        speculation.forget(r)
-    assert speculation.policy.costs.overhead.at(SPECULATIVE) == pytest.approx(0.0, abs=0.05)
+    assert speculation.behind(plain, plain.batch, range(5)) is plain, "they save, while plain rounds run ahead"
 
 
 def test_rows_that_cost_make_trees_shallow() -> None:
@@ -426,26 +360,6 @@ def others(tokens: float, seconds: float = 1.0, nodes: int = 8) -> Any:
     return SimpleNamespace(tokens=tokens, seconds=seconds, rate=tokens / seconds, trees=trees)
 
 
-def test_the_heads_drafts_are_joined_by_others_where_that_yields_more() -> None:
-    speculation, r = tree(), request(0)
-    batch: Any = Side([r])
-    speculation.plan(batch)
-    assert speculation.joins_others(batch, [True], others(2.0))
-    assert not speculation.joins_others(batch, [True], others(1.0)), "what adds no token only makes the host wait"
-
-
-def test_others_draft_alone_where_the_heads_passes_add_little() -> None:
-    speculation, r = tree(), request(0)
-    batch: Any = Side([r])
-    speculation.plan(batch)
-    assert speculation._prefers_others(batch, [True], others(30.0, nodes=32)), "a sure chain of 32"
-    # The others are as good as the head alone, but both together are better.
-    kind = speculation.policy.kind(0.0)
-    kind.gain, kind.levels[:] = 2.0, [0.8] * SHAPE.steps
-    assert not speculation._prefers_others(batch, [True], others(2.05))
-    assert speculation.joins_others(batch, [True], others(2.05))
-
-
 @pytest.mark.parametrize("real", [0.85, 1.6], ids=["overlapped", "the host is slower"])
 def test_plain_rounds_are_what_they_take_behind_each_other(real: float, clock: list[float]) -> None:
     """A plain round's time is not that of a round by itself: drafts that lose against rounds in a row are known to
@@ -461,32 +375,6 @@ def test_plain_rounds_are_what_they_take_behind_each_other(real: float, clock: l
         speculation.forget(r)
         assert drawn * real / took > (0.97 if i else 0.9), (i, drawn, took)
     assert speculation.policy.costs.plain(1) == pytest.approx(real, rel=0.05)
-
-
-def test_a_round_that_stalled_makes_no_other_dear_or_cheap() -> None:
-    dear = PassCost([1], [1e-3])
-    costs = Costs(dear, dear, dear, dear, dear, Overheads([1e-4, 3e-4, 3e-4]))
-    for _ in range(40):
-        costs.observe(SPECULATIVE, 1, 1e-3, 1.3e-3)
-    for _ in range(200):  # the round behind one that stalled ends early by the host's clock
-        for seconds in (10.0, 1e-5, 1.3e-3, 1.3e-3):
-            costs.observe(SPECULATIVE, 1, 1e-3, seconds)
-    assert costs.overhead.at(SPECULATIVE) == pytest.approx(3e-4, rel=1e-3)
-    plain = costs.overhead.at(PLAIN)
-    for _ in range(100):  # a lasting change is believed
-        costs.observe(SPECULATIVE, 1, 1e-3, 2.5e-3)
-    assert costs.overhead.at(SPECULATIVE) == pytest.approx(1.5e-3, rel=0.05) and costs.overhead.at(PLAIN) <= plain
-
-
-def test_what_rounds_take_beside_their_passes_is_a_mean_of_medians() -> None:
-    beside = Overheads([0.0, 0.0, 3e-4])
-    assert [beside.at(kind) for kind in (PLAIN, SPECULATIVE, HOSTED)] == [0.0, 0.0, 3e-4]
-    for seconds, mean in ((5e-4, 0.0), (-1e-4, -5e-5), (-4e-4, -5e-5 - 5e-5 / 3)):
-        beside.observe(PLAIN, seconds, 1e-3)
-        assert beside.at(PLAIN) == pytest.approx(mean)
-    for _ in range(200):
-        beside.observe(PLAIN, -1e-4, 1e-3)
-    assert beside.at(PLAIN) == pytest.approx(-1e-4, rel=1e-3) and beside.at(SPECULATIVE) == 0.0
 
 
 def test_stalls_cost_no_more_than_they_take(clock: list[float]) -> None:

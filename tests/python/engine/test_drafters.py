@@ -438,7 +438,7 @@ def test_preempted_and_aborted_requests_keep_their_drafting(tiny: Pair) -> None:
     while llm.unfinished:
         llm.step()
     assert sorted(source.begun) == sorted(source.closed)
-    assert not llm._runner.drafting.gathering._asked.answers
+    assert not llm._runner.drafting.gathering._last.requests
     llm.audit()
 
 

@@ -65,6 +65,10 @@ class Device:
 
     launched = False
 
+    @property
+    def tail(self) -> int | None:
+        return self.host.tail
+
     def policy(self, pages: Any) -> Any:
         return self.host.policy(pages)
 
@@ -119,10 +123,6 @@ class DeviceDrafts:
     def can_extend(self, request: Any) -> bool:
         able: bool = self.host.can_extend(request)
         return able
-
-    def write(self, requests: Any) -> list[None]:
-        self.log.append("write")
-        return [None for _ in self.host.write(requests)]
 
     def extend(self, requests: Any) -> list[Root]:
         self.log.append("extend")

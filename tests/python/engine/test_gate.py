@@ -19,6 +19,7 @@ from modelzoo import Pair, write_target
 from reference_drafts import Tree
 from specrs import LLM, SamplingParams
 from specrs.drafters import Proposal
+from specrs.engine.drafting.budget import RATE
 from specrs.engine.drafting.chooser import TAIL, TreePolicy
 from specrs.engine.drafting.plans import RoundPlan
 
@@ -40,7 +41,7 @@ class Counted:
         executor: Any = llm._runner.executor
         self._count(monkeypatch, executor.target, "forward", self.target)
         if executor.drafts is not None:
-            for name in ("write", "extend", "step"):
+            for name in ("extend", "step"):
                 self._count(monkeypatch, executor.drafts.head, name, self.head)
 
     def _count(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, rows: list[int]) -> None:
@@ -67,7 +68,7 @@ def policy_of(llm: LLM) -> TreePolicy:
 
 def begins(llm: LLM, tail: int | None) -> None:
     """The head may begin anywhere, so many positions before its first draft, or reads requests from their beginning."""
-    policy_of(llm).tail = tail
+    llm._runner.drafting.tail = tail
 
 
 DRAFT, WAIT, GIVE_UP = 0.0, 1.0, math.inf  # tokens that a request waits for
@@ -75,8 +76,8 @@ DRAFT, WAIT, GIVE_UP = 0.0, 1.0, math.inf  # tokens that a request waits for
 
 def decide(monkeypatch: pytest.MonkeyPatch, llm: LLM, follows: bool, wait: float = WAIT) -> None:
     """The head follows every request, or none, and each of their rounds is as said."""
-    monkeypatch.setattr(policy_of(llm), "follows", lambda *_: follows)
-    monkeypatch.setattr(policy_of(llm), "wait", lambda *_: wait)
+    monkeypatch.setattr(llm._runner.drafting, "follows", lambda *_: follows)
+    monkeypatch.setattr(policy_of(llm), "short", lambda *_: wait * RATE)
     monkeypatch.setattr(policy_of(llm), "least_loss", lambda *_: -math.inf)
     monkeypatch.setattr(policy_of(llm), "deepen", lambda *_: True)
     gathering = llm._runner.drafting.gathering
@@ -121,8 +122,7 @@ def test_a_head_given_up_midway_shares_all_that_the_target_computed(
     assert (shared, drafted) == (48, 8)
     pool.release([row])
     _, cached = run.turn([*PROMPT, *answer, 2, 2], 8)
-    # It is followed again: one that reads a request from its beginning needs the target's features behind its own KV.
-    assert cached == (48 if anywhere else 8)
+    assert cached == 48, "nobody reads a prompt again for the head alone"
     decide(monkeypatch, llm, False)
     _, cached = run.turn([*PROMPT, *answer, 2, 2, 1], 8)
     assert cached == 52
@@ -130,32 +130,6 @@ def test_a_head_given_up_midway_shares_all_that_the_target_computed(
 
 def trees(run: Watched, request: int) -> list[Tree]:
     return [seen.tree for seen in run.of(request) if len(seen.tree.tokens) > 1]
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_draft_kv_that_the_cache_lacks_is_written_once(
-    pair: Pair, page_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One request computes a prompt without the head; the next has the head, and computes it again into pages of its
-    own; they replace the first one's, so that the third shares all of it. Drafts are as from scratch."""
-    run = Watched(LLM(pair.target, pair.draft, page_size=page_size, prefill_chunk=7))
-    begins(run.llm, None)
-    prompt = [3, 1, 4, 1, 5, 2, 0, 5, 3, 5, 2, 4, 1, 2, 3, 1, 4, 4, 0, 2, 5]
-    cached = []
-    for follows in (False, True, True):
-        with monkeypatch.context() as patch:
-            decide(patch, run.llm, follows, DRAFT)
-            request = run.add(prompt, 24)
-            run.finish()
-        cached.append(run.cached[request])
-        assert bool(trees(run, request)) == follows
-    whole = (len(prompt) - 1) // page_size * page_size
-    assert cached == [0, 0, whole]
-    shape = run.llm._runner.geometry.shape
-    drafted = [seen for seen in run.rounds if len(seen.tree.tokens) > 1]
-    agree(reference(pair, (shape.topk, shape.steps, shape.draft_tokens)), drafted)
-    stats = run.llm._runner.pages.pool.stats()
-    assert stats["free_pages"] + stats["evictable_pages"] == stats["total_pages"]
 
 
 class Begun:
@@ -186,7 +160,7 @@ def test_a_head_that_begins_late_drafts_as_one_that_sees_nothing_before(
     run, tail = Watched(llm), 3
     begins(llm, tail)
     decide(monkeypatch, llm, True)
-    monkeypatch.setattr(policy_of(llm), "wait", lambda *_: rng.choice([DRAFT, WAIT, WAIT * 6]))
+    monkeypatch.setattr(policy_of(llm), "short", lambda *_: rng.choice([DRAFT, WAIT * RATE, WAIT * 6 * RATE]))
     begun = Begun(llm, monkeypatch)
     from_dlpack(llm._runner.executor.drafts.cache.tensor).fill_(math.nan)
     prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (2, 9, 23, 40)]
@@ -201,7 +175,7 @@ def test_a_head_that_begins_late_drafts_as_one_that_sees_nothing_before(
         rounds += [seen for seen in run.of(request) if len(seen.tree.tokens) > 1]
         firsts += starts
     agree(want, rounds, firsts=firsts)
-    assert sum(first > 0 for first in firsts) > 20 and len(set(firsts)) > 3, firsts
+    assert sum(first > 0 for first in firsts) > 20 and len(set(firsts)) > (1 if page_size == 16 else 3), firsts
 
 
 # -- books -------------------------------------------------------------------------------------------------------------
@@ -222,27 +196,6 @@ def test_a_preempted_request_keeps_its_account(pair: Pair, monkeypatch: pytest.M
             assert accounts.setdefault(request, account) is account
     assert preempted and set(accounts) == set(requests)
     assert not drafting._accounts
-
-
-def test_plain_rounds_of_requests_that_wait_ask_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The price of what asks is bookkeeping of every plain round, in which nothing is to be won."""
-    llm = LLM(pair.target, pair.draft, page_size=4, max_batch=2, max_context_len=256)
-    policy = policy_of(llm)
-    monkeypatch.setattr(policy, "follows", lambda *_: True)
-    for kind in policy.kinds:
-        kind.bucket.left = -0.5
-    asked: list[int] = []
-    wait = policy.wait
-    monkeypatch.setattr(policy, "wait", lambda account, *rest: asked.append(id(account)) or wait(account, *rest))
-    for first in (1, 2):
-        llm.add([first, *PROMPT], SamplingParams(max_tokens=200, temperature=1.0, seed=first, ignore_eos=True))
-    rounds = 0
-    while llm.unfinished:
-        rounds += 1
-        llm.step()
-    looks = [asked.count(account) for account in set(asked)]
-    assert len(looks) == 2 and 1 <= max(looks) < rounds / 4, (looks, rounds)
-    assert not llm._runner.drafting._accounts
 
 
 def test_an_abort_closes_the_books(pair: Pair) -> None:
@@ -294,7 +247,7 @@ def test_outputs_of_a_prompt_prefill_no_more_than_without_a_head() -> None:
     for speculative in (True, False):
         twin = Twins(max_batch=8, max_context_len=256, page_size=16)._llms[0 if speculative else 1]
         if speculative:
-            policy_of(twin).follows = lambda *_: True  # type: ignore[method-assign]
+            twin._runner.drafting.follows = lambda *_: True  # type: ignore[method-assign]
         twin.generate([prompt], SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, n=4))
         prefilled.append(twin._scheduler.prefilled)
     assert prefilled[0] == prefilled[1]
@@ -359,4 +312,4 @@ def test_a_head_that_may_begin_anywhere_is_not_given_up_for_what_waits(
         for r in llm._scheduler._admitted:
             assert r.head.followed or r.remaining < 5  # near its end it waits for no more drafts
             most = max(most, r.lag)
-    assert 32 < most <= 64 + page_size
+    assert 32 <= most < 32 + page_size

@@ -227,28 +227,22 @@ def test_a_steady_round_makes_no_synchronisation(pair: Pair, tree: str, graphs: 
 
 
 def test_the_heads_passes_over_a_prompt_wait_for_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, Any]] = []
+    extend, seen = CudaDrafts.extend, list[Any]()
 
-    def count(name: str) -> None:
-        original = getattr(CudaDrafts, name)
-
-        def run(*args: Any) -> Any:
-            with driver_calls() as calls:
-                found = original(*args)
-            seen.append((name, calls))
-            return found
-
-        monkeypatch.setattr(CudaDrafts, name, run)
+    def extended(*args: Any) -> Any:
+        with driver_calls() as calls:
+            found = extend(*args)
+        seen.append(calls)
+        return found
 
     prompt, params = [1, 2, 3] * 20, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     with engine(pair, "tree", max_batch=2, prefill_chunk=24) as llm:
         want = llm.generate([prompt], params)[0].token_ids
-        count("write")
-        count("extend")
+        monkeypatch.setattr(CudaDrafts, "extend", extended)
         assert llm.generate([prompt], params)[0].token_ids == want
-    assert {name for name, _ in seen} == {"write", "extend"}
-    for name, calls in seen:
-        assert calls.calls and not calls.synchronisations, (name, calls)
+    assert len(seen) > 2
+    for calls in seen:
+        assert calls.calls and not calls.synchronisations, calls
 
 
 @pytest.mark.parametrize("watched", [False, True])

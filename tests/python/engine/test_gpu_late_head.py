@@ -17,6 +17,7 @@ from drafts_world import Seen, reference, trees_of
 from modelzoo import Pair, agree, write_eagle3, write_target
 from reference_drafts import Tree
 from specrs import LLM, SamplingParams, device
+from specrs.engine.drafting.budget import RATE
 from specrs.engine.drafting.decisions import RoundOutcome
 
 if not torch.cuda.is_available():
@@ -52,11 +53,11 @@ class Run:
         policy, observe = drafting.policy, drafting.observe
         drafts: Any = llm._runner.executor.drafts
         enter = drafts._enter
-        policy.tail = TAIL
-        monkeypatch.setattr(policy, "follows", lambda *_: True)
+        drafting.tail = TAIL
+        monkeypatch.setattr(drafting, "follows", lambda *_: True)
         monkeypatch.setattr(policy, "least_loss", lambda *_: -math.inf)
-        monkeypatch.setattr(policy, "wait", lambda *_: rng.choice([0.0, 0.0, 1.0, 4.0, 9.0]))
-        monkeypatch.setattr(drafting, "behind", lambda plan, _: plan if rng.random() < 0.7 else None)
+        monkeypatch.setattr(policy, "short", lambda *_: rng.choice([0.0, RATE]))
+        monkeypatch.setattr(drafting, "behind", lambda plan, *_: plan if rng.random() < 0.7 else None)
         from_dlpack(drafts.cache.tensor).fill_(math.nan)
 
         def observed(outcome: RoundOutcome) -> None:

@@ -15,7 +15,7 @@ from modelzoo import Pair, agree, write_eagle3, write_target
 from rounds_world import check, streamed
 from specrs import LLM, AsyncLLM, SamplingParams, StreamEvent
 
-TREE: dict[str, Any] = {"tree": (4, 4, 24), "max_batch": 4}
+TREE: dict[str, Any] = {"tree": (4, 4, 24), "max_batch": 4, "prefix_cache": False}
 
 
 @pytest.fixture(scope="module")

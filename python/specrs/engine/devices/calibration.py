@@ -80,10 +80,10 @@ def calibrated(
     costs = [PassCost(table, [alone * ratio for ratio in some], pace) for some in ratios]
     if head is None:
         nothing = PassCost([1], [0.0], pace)
-        return TreePolicy(Costs(costs[0], nothing, nothing, nothing, nothing))
+        return TreePolicy(Costs(costs[0], nothing, nothing, nothing))
     steps = planner.geometry.shape.steps
     return TreePolicy(
-        Costs(costs[0], costs[1], costs[2], costs[2], costs[2]), [Kind.of(one, steps) for one in head[0].acceptance]
+        Costs(costs[0], costs[1], costs[2], costs[2]), [Kind.of(one, steps) for one in head[0].acceptance]
     )
 
 

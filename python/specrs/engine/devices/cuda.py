@@ -145,7 +145,7 @@ class CudaExecutor(HostExecutor):
                 measured[b] = {levels: self._seconds(b, levels, seqs, prompt) for levels in (0, *tried)}
         rows = min(TAIL, pages.most_tokens)
         enter, resume = ({rows: self._entering(rows, pages, recalls)} for recalls in (False, True))
-        if self._tail is None:
+        if self.tail is None:
             # The head reads all of a request: a long prompt in one pass more, and again in as many short passes as it
             # takes, since the target makes the features of each anew.
             more = self._prompt_rows(pages)
@@ -156,13 +156,7 @@ class CudaExecutor(HostExecutor):
     def _expecting(self, costs: Costs, shape: core.TreeShape) -> TreePolicy:
         head = None if self.drafts is None else self.drafts.head
         expected = UNKNOWN if head is None else head.acceptance
-        return TreePolicy(costs, [Kind.of(one, shape.steps) for one in expected], tail=self._tail)
-
-    @property
-    def _tail(self) -> int | None:
-        """Return how many positions the head reads at most before it drafts; ``None``: all, as formats with lists do,
-        whose lists begin at a request's first position."""
-        return TAIL if self.planner.format == "native" else None
+        return TreePolicy(costs, [Kind.of(one, shape.steps) for one in expected])
 
     def _policy_of_trees(self, shape: core.TreeShape, pages: Pages) -> TreePolicy:
         """Return a policy for an engine without a head. The host makes its drafts, so only verification costs time."""
@@ -171,7 +165,7 @@ class CudaExecutor(HostExecutor):
         target = {b * most_nodes(shape, n): self._seconds(b, n) for b in sizes for n in (0, *deep)}
         self._warm(sorted({levels_for(shape, n) for n in tiers(shape.draft_tokens)}), pages)
         rows, nothing = sorted(target), PassCost([1], [0.0], pace)
-        costs = Costs(PassCost(rows, [target[n] for n in rows], pace), nothing, nothing, nothing, nothing)
+        costs = Costs(PassCost(rows, [target[n] for n in rows], pace), nothing, nothing, nothing)
         return self._expecting(costs, shape)
 
     @contextmanager
@@ -383,10 +377,6 @@ class CudaExecutor(HostExecutor):
         launched = LaunchedRound(batch, bucket, number, variant, range(len(batch)))
         return launched if made is None else replace(launched, host_trees=made.trees, host_faults=made.faults)
 
-    @property
-    def waited(self) -> float:
-        return sum(bucket.waited for bucket in self._buckets.values())
-
     def launch(self, verified: Verified, rounds: int, levels: int) -> Verified | None:
         assert isinstance(verified, LaunchedRound)
         remaps = verified.variant.levels > 0 and self.planner.geometry.page_size == 1
@@ -395,7 +385,7 @@ class CudaExecutor(HostExecutor):
             return None  # the upload would store whole rows, which rounds in flight change
         bucket, variant = verified.bucket, replace(verified.variant, loop=False)
         if variant.levels:  # else there are no roots to draft from
-            variant = replace(variant, levels=levels, follow=levels > 0)
+            variant = replace(variant, levels=levels)
         variant = replace(variant, loop=bucket.loops(variant))
         number = bucket.again(variant, rounds)
         return LaunchedRound(verified.batch, bucket, number, variant, verified.seats)
@@ -463,10 +453,6 @@ class CudaDrafts(HostDrafts):
 
     def can_extend(self, request: Request) -> bool:
         return True  # the target makes features that are missing
-
-    def write(self, requests: Sequence[Request]) -> Sequence[core.NonFiniteError | None]:
-        self._write([Entries(r, r.head.end, r.lag) for r in requests])
-        return [None] * len(requests)
 
     def extend(self, requests: Sequence[Request]) -> Sequence[object]:
         most = self.entering[-1].rows

@@ -9,7 +9,6 @@ scratch memory that is reserved at its largest when the engine is made.
 from __future__ import annotations
 
 import gc
-import time
 import warnings
 from collections.abc import Callable, Hashable
 from contextlib import suppress
@@ -126,7 +125,6 @@ class Bucket:
         rounds: number of rounds launched so far. For a loop under way, only rounds that the host knows of count.
         looping: True if a loop may be under way.
         overtaken: True if another pass of the target has run behind the last round and overwritten its logits.
-        waited: total seconds for which the host waited for rounds to end.
         graphs: captured rounds by variant.
     """
 
@@ -136,7 +134,7 @@ class Bucket:
         self.given = Given(self.memory, models.roots, models.geometry.shape)
         self.launches = Launches(models, self.memory, self.given)
         self.logits = self.memory.arrays["given"]  # a placeholder before the first launch
-        self.rounds, self.waited = 0, 0.0
+        self.rounds = 0
         self.looping = self.overtaken = False
         self.graphs = Graphs(models)
 
@@ -182,9 +180,7 @@ class Bucket:
             StaleOutputError: later rounds have overwritten the results.
         """
         ring, dense = self.memory.ring, self.models.dense
-        started = time.perf_counter()
         ring.wait(number, dense.stream)
-        self.waited += time.perf_counter() - started
         with suppress(core.NonFiniteError):  # the results name the requests, in `faults` and `sound`
             dense.faults.check()
         self.memory.check_guards(dense.stream)

@@ -160,11 +160,13 @@ class HostExecutor:
     def entered(self) -> AbstractContextManager[object]:
         return torch.inference_mode(False)
 
+    @property
+    def tail(self) -> int | None:
+        return TAIL if self.planner.format == "native" else None  # lists of other formats begin at a first position
+
     def policy(self, pages: Pages) -> TreePolicy:
         head = None if self.drafts is None else (self.drafts.head, self.drafts.cache)
         policy = calibrated(self.target, self.cache, head, self.planner, pages)
-        if self.planner.format == "native":  # attention of other formats reads all KV of a request
-            policy.tail = TAIL
         self._cost = policy.costs.target
         return policy
 
@@ -219,10 +221,6 @@ class HostExecutor:
     def commit(self, batch: Batch, lease: core.Lease, verified: Verified) -> None:
         moves = self.planner.commit(lease, batch.seqs, batch.lens, verified.accepts)
         self.target.ops.dense.kv_move(self.cache, moves)
-
-    @property
-    def waited(self) -> float:
-        return 0.0
 
     def launch(self, verified: Verified, rounds: int, levels: int) -> Verified | None:
         return None
@@ -291,14 +289,6 @@ class HostDrafts:
 
     def can_extend(self, request: Request) -> bool:
         return Entries(request, request.head.end, request.lag).kept
-
-    def write(self, requests: Sequence[Request]) -> Sequence[core.NonFiniteError | None]:
-        entries = [Entries(r, r.head.end, r.lag) for r in requests]
-        written = self.head.write(*self._inputs(entries), self.cache)
-        if math.isfinite(written.sum().item()):
-            return [None] * len(entries)
-        counts = [e.count for e in entries]
-        return [non_finite("draft KV", part.flatten()) for part in torch.split(written, counts)]
 
     def extend(self, requests: Sequence[Request]) -> Sequence[object]:
         self._keep_lent()

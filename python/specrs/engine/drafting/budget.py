@@ -2,11 +2,11 @@
 
 Both buckets hold the number of plain rounds that may still be lost to drafts. Each token of a round adds a little, and
 a round that wins adds the rounds that it won, up to `CAP`. All work that is done for drafts is paid from both buckets,
-but the draft KV of a prompt from the engine's alone, so that a request keeps all that it has for its first rounds. So a
-request drafts from its first round on, and stops within a few rounds if its drafts lose. If one request of a kind after
-another loses, the engine's bucket becomes empty, and later requests hardly try. If they win, a request goes on drafting
-even while its own drafts lose for a while. In the long run an engine loses at most `RATE` of the time that plain
-decoding takes.
+but the pass behind a prompt from the engine's alone, so that a request keeps all that it has for its first rounds. So a
+request drafts from its first round on, and stops within a few rounds if its drafts lose. If one request of a kind
+after another loses, the engine's bucket becomes empty, and later requests hardly try. If they win, a request goes on
+drafting even while its own drafts lose for a while. In the long run an engine loses at most `RATE` of the time that
+plain decoding takes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 REQUEST, OF_ANSWER = 3.0, 0.045  # plain rounds that a request may lose at first, but at most this share of its tokens
-ENGINE = 8.0  # plain rounds that a new engine's requests may lose together, and that the head may take for one prompt
+ENGINE = 8.0  # plain rounds that a new engine's requests may lose together
 CAP = 16.0  # most plain rounds in either bucket, so that rounds won long ago are not lost at once
 RATE = 0.0075  # earned by each plain round: by modelled times 0.95x plain decoding at 64 tokens, 0.98x at 256
-
-
-WAIT = 8  # most tokens until a request that cannot pay is looked at again, which takes 1% of a plain round
 
 
 @dataclass(eq=False)
@@ -48,27 +45,18 @@ class Account:
     Attributes:
         engine: the bucket of all requests of the same kind.
         request: the request's own bucket.
-        drafts_from: number of the request's tokens from which on it may be able to pay for the head's drafts.
-        asks_from: number of the request's tokens from which on it may be able to pay for asking other sources.
     """
 
     engine: TokenBucket
     request: TokenBucket
-    drafts_from: float = 0.0
-    asks_from: float = 0.0
 
     def earn(self, tokens: int, batch: int) -> None:
         """Earn for new tokens of the request, in a batch of ``batch`` requests."""
         self.pay(-RATE * tokens, batch)
 
-    def room(self, batch: int, flying: float = 0.0, together: int = 1) -> float:
-        """Return the plain rounds that the request may still lose.
-
-        Args:
-            batch: number of requests that run together.
-            flying: plain rounds that each of ``together`` requests may lose to the round in flight.
-        """
-        return min(self.request.left - flying, self.engine.left * batch - flying * together)
+    def room(self, batch: int) -> float:
+        """Return the plain rounds that the request may still lose while ``batch`` requests run together."""
+        return min(self.request.left, self.engine.left * batch)
 
     def pay(self, rounds: float, batch: int) -> None:
         """Take plain rounds from both buckets, as `TokenBucket.pay` does, for drafts that the whole batch waits for.

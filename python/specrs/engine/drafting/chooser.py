@@ -7,19 +7,18 @@ time.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from specrs.engine.drafting.budget import ENGINE, RATE, Account, TokenBucket, request_bucket
-from specrs.engine.drafting.costs import Costs
-from specrs.models.acceptance import Acceptance
+from specrs.engine.drafting.budget import ENGINE, Account, TokenBucket, request_bucket
+from specrs.engine.drafting.costs import LEARN, Costs
+from specrs.models.acceptance import UNKNOWN, Acceptance
 
 TAIL = 32
 """Positions that a head reads before its first draft, if it may begin anywhere. Fewer lose 6%, and more change 1%
 (part ``tails`` of `benches/results/gate.json`)."""
 _RISK = 0.7  # share of what those that draft may lose together that one round may risk
 _YIELD = 0.75  # share of a level's chance that the next level keeps (part ``yields`` there)
-_LEARN = 0.05  # weight of a round in a running mean
 _COOL = 0.8  # temperature up to which sampling is near to greedy
 
 
@@ -57,12 +56,12 @@ class Kind:
 
     def learn(self, gain: float) -> None:
         """Learn from the gain of a round with drafts over plain rounds."""
-        self.gain += _LEARN * (min(gain, 8.0) - self.gain)
+        self.gain += LEARN * (gain - self.gain)
 
     def reached(self, accepted: int, levels: int) -> None:
         """Learn from a path of ``accepted`` drafts in a tree of ``levels`` levels."""
         for level in range(min(levels, accepted + 1)):
-            self.levels[level] += _LEARN * ((accepted > level) - self.levels[level])
+            self.levels[level] += LEARN * ((accepted > level) - self.levels[level])
 
 
 def by_temperature(temperature: float) -> int:
@@ -77,21 +76,20 @@ class TreePolicy:
     Attributes:
         costs: costs of passes and rounds.
         kinds: one for each kind of requests, by `by_temperature`.
-        tail: positions that the head reads before its first draft, so that it may begin anywhere in a request, at any
-            time; ``None`` if it reads all of a request, or nothing.
+        fixed: True if trees are as the user fixed them: every node is verified, of all that draft.
 
     Only modelled times pick a tree and are charged, never the measured time of the round at hand, so that a stall of
-    the machine decides nothing. The time that rounds take beside their passes is learnt (`Overheads`).
+    the machine decides nothing.
     """
 
     costs: Costs
     kinds: list[Kind] = field(default_factory=lambda: [Kind() for _ in range(3)])
-    tail: int | None = None
+    fixed: bool = False
 
     @classmethod
-    def fixed(cls) -> TreePolicy:
-        """Return the policy of an engine whose trees are fixed."""
-        return cls(Costs.of_nothing(), [Kind(bucket=TokenBucket(math.inf)) for _ in range(3)])
+    def of_fixed_trees(cls, depth: int) -> TreePolicy:
+        """Return the policy of an engine whose trees are fixed, of up to ``depth`` levels: drafts cost nothing."""
+        return cls(Costs.of_nothing(), [Kind.of(one, depth) for one in UNKNOWN], fixed=True)
 
     def kind(self, temperature: float) -> Kind:
         """Return the knowledge of requests with such a temperature."""
@@ -99,39 +97,20 @@ class TreePolicy:
 
     def account(self, temperature: float, tokens: int) -> Account:
         """Open the account of a new request that may generate up to ``tokens`` tokens."""
-        own = math.inf if self.costs.free else request_bucket(tokens)
-        return Account(self.kind(temperature).bucket, TokenBucket(own))
+        return Account(self.kind(temperature).bucket, TokenBucket(request_bucket(tokens)))
 
-    def follows(self, account: Account, batch: int, remaining: int, entries: int) -> bool:
-        """Return whether the head follows a request from its admission on: both buckets can pay for its first round.
-
-        Args:
-            account: account of the request.
-            batch: number of requests that run together.
-            remaining: tokens that the request may still generate.
-            entries: positions at the end of its prompt that have no draft KV.
-        """
-        least = self.least_loss(batch, batch)
-        price = self.entering(entries if self.tail is None else min(entries, self.tail), batch) + least
-        # An answer too short to win it back gets no draft KV of a long prompt.
-        return least <= account.request.left and price <= account.engine.left * batch and price < remaining / 2
-
-    def wait(self, account: Account, batch: int, lag: int) -> float:
-        """Return the plain rounds until a request can pay for catching up and for its share of a round with drafts.
-
-        The result is 0 if it can pay now.
-        """
-        short = self.resuming(lag, batch) + self.least_loss(batch, batch) - account.room(batch)
-        return max(short, 0.0) / RATE
+    def short(self, account: Account, batch: int, lag: int) -> float:
+        """Return how many plain rounds a request lacks to pay for catching up with ``lag`` positions and for its share
+        of a round with drafts; 0 or less if it can pay now."""
+        return self.resuming(lag, batch) + self.least_loss(batch, batch) - account.room(batch)
 
     def resuming(self, lag: int, batch: int) -> float:
         """Return the plain rounds that a batch waits until the head has run over ``lag`` positions of a request."""
         return self.costs.resume.at(lag) / self.costs.plain(batch) * batch
 
-    def entering(self, tokens: int, batch: int, together: int = 1) -> float:
-        """Return the plain rounds that a batch waits for the draft KV of ``tokens`` tokens of a prompt, in a pass over
-        the prompts of ``together`` requests."""
-        return self.costs.enter.at(tokens * together) / together / self.costs.plain(batch) * batch
+    def entering(self, tokens: int, batch: int) -> float:
+        """Return the plain rounds that a batch waits until the head has run over ``tokens`` positions of prompts."""
+        return self.costs.enter.at(tokens) / self.costs.plain(batch)
 
     def least_loss(self, batch: int, drafting: int) -> float:
         """Return the plain rounds that each of ``drafting`` requests loses if its only draft node is refused."""
@@ -164,7 +143,7 @@ class TreePolicy:
         side = [max((w - price) * total, 0.0) for w in wins]  # how far each request caused the result
         return [total * one / (sum(side) or 1.0) for one in side]
 
-    def limit(self, batch: int, rooms: Sequence[float], least: float) -> float:
+    def limit(self, batch: int, rooms: Collection[float], least: float) -> float:
         """Return the seconds that a round may take.
 
         It risks no more than a part of what the requests that draft may lose together, so that they can still draft

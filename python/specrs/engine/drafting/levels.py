@@ -87,7 +87,7 @@ def costs_of_rounds(
     begin, again = (PassCost(list(passes), list(passes.values()), pace) for passes in (enter, resume))
     return Costs(
         PassCost(rows, [target[n] for n in rows], pace), PassCost([1], [step], pace), PassCost([1], [extend], pace),
-        begin, again,
+        again, begin,
     )  # fmt: skip
 
 
@@ -96,20 +96,15 @@ def round_seconds(shape: TreeShape, costs: Costs, batch: int, levels: int) -> fl
     return costs.drafting(batch, batch * shape.topk, levels) + costs.target.at(batch * most_nodes(shape, levels))
 
 
-def best_levels(
-    shape: TreeShape, costs: Costs, kinds: Sequence[Kind], batch: int, limit: float, deepest: int
-) -> tuple[int, float, float]:
+def best_levels(shape: TreeShape, costs: Costs, kinds: Sequence[Kind], batch: int, limit: float, deepest: int) -> int:
     """Choose the number of levels with the most tokens per second, in a round that takes at most ``limit`` seconds.
 
     Args:
         kinds: the kind of each request that drafts.
         batch: number of all requests of the round.
         deepest: the deepest level that any request can use.
-
-    Returns:
-        The number of levels, the expected tokens of such a round, and its seconds.
     """
-    choices, expected = list[tuple[int, float, float]](), float(batch)
+    choices, expected = list[tuple[float, int]](), float(batch)
     reached, tried = [1.0] * len(kinds), drafted_levels(shape)
     for levels in range(1, shape.steps + 1):
         reached = [p * kind.levels[levels - 1] for p, kind in zip(reached, kinds, strict=True)]
@@ -119,7 +114,7 @@ def best_levels(
         seconds = round_seconds(shape, costs, batch, levels)
         if levels > 1 and seconds > limit:
             break
-        choices.append((levels, expected, seconds))
+        choices.append((expected / seconds, levels))
         if levels >= deepest:
             break
-    return max(choices, key=lambda choice: (choice[1] / choice[2], choice[0]))  # of equal ones, the deepest
+    return max(choices)[1]  # of equal ones, the deepest

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from specrs.engine.drafting.gathering import HostTrees, Proposals
 from specrs.engine.drafting.trees import VerifiedTrees
@@ -14,33 +14,29 @@ from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Passed, Request
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class RoundPlan:
-    """The plan of a round's drafts. Rounds that a device launches one after another may share a plan.
+    """The plan of a round's drafts. Rounds that a device launches one after another share a plan.
 
     Attributes:
         batch: the requests of the round.
-        proposals: proposals of sources other than the head; ``None`` without any.
+        proposals: proposals of sources other than the head, for the host to merge with the head's drafts; ``None``
+            without any.
         head: for each request, True if the head drafts for it; ``None`` in a round without the head.
-        levels: levels of the head's drafts: the most before they are made, then their number.
+        levels: most levels of the head's drafts.
         limit: the most seconds that the round may take.
-        trees: trees that the host made, so that the next round has to wait for this round's tokens; ``None`` without
-            any.
-        united: True if the device unites each of ``trees`` with the head's tree.
+        trees: trees of sources other than the head, to verify alone or, by a device, united with the head's; ``None``
+            without any.
         began: time when the round began, on the performance counter.
     """
 
     batch: Batch
     proposals: Proposals | None = None
-    head: list[bool] | None = None
-    levels: int = sys.maxsize
+    head: Sequence[bool] | None = None
+    levels: int = 0
     limit: float = math.inf
     trees: HostTrees | None = None
-    united: bool = False
-    began: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.began = time.perf_counter()
+    began: float = field(init=False, default_factory=lambda: time.perf_counter())
 
     @property
     def drafts(self) -> bool:
@@ -51,10 +47,6 @@ class RoundPlan:
     def drafting(self) -> list[Request]:
         """The requests that the head drafts for."""
         return [] if self.head is None else [r for r, drafts in zip(self.batch, self.head, strict=True) if drafts]
-
-    def with_levels(self, levels: int) -> RoundPlan:
-        """Return the plan of a round like this one with other levels of the head's drafts; 0 for no drafts."""
-        return replace(self, head=self.head if levels else None, levels=levels)
 
     def positions(self, of_head: int) -> list[int]:
         """Return how many positions behind the committed ones the round writes for each request.
@@ -73,6 +65,7 @@ class RoundOutcome:
 
     Attributes:
         plan: the plan of the round.
+        trees: trees that the host chose, or that a device united with the head's; ``None`` without any.
         rows: the rows of the plan's batch with results; the requests of other rows have ended meanwhile.
         passed: the results of each of these requests.
         verified: the trees of these requests, and the accepted paths.
@@ -80,12 +73,23 @@ class RoundOutcome:
     """
 
     plan: RoundPlan
+    trees: HostTrees | None
     rows: Sequence[int]
     passed: Sequence[Passed]
     verified: VerifiedTrees
     seconds: float | None
 
-    @property
+    @cached_property
     def head(self) -> list[bool]:
         """For each of these requests, True if the head drafted for it."""
         return [self.plan.head is not None and self.plan.head[row] for row in self.rows]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The nodes of each of these requests' trees."""
+        return self.verified.trees.sizes if self.plan.drafts else [1] * len(self.rows)
+
+    @cached_property
+    def united(self) -> bool:
+        """True if a device united ``trees`` with the head's."""
+        return self.trees is not None and self.plan.head is not None and self.verified.origins is not None

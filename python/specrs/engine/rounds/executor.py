@@ -90,15 +90,12 @@ class DraftExecutor(Protocol):
         It cannot if features are missing: an interrupt came after the positions were committed, and before `keep`.
         """
 
-    def write(self, requests: Sequence[Request]) -> Sequence[NonFiniteError | None]:
+    def extend(self, requests: Sequence[Request]) -> Sequence[object]:
         """Write draft KV from `HeadState.end` to the last committed position.
 
         Returns:
-            For each request the error that makes its draft KV unsound, or ``None``.
+            The root of each request, or the `NonFiniteError` that makes its draft KV unsound.
         """
-
-    def extend(self, requests: Sequence[Request]) -> Sequence[object]:
-        """Do the same, and return the root of each request, or a `NonFiniteError`."""
 
     def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None) -> Drafted:
         """Draft a tree for each request of the batch, up to the request's depth.
@@ -135,6 +132,11 @@ class Executor(Protocol):
     def launched(self) -> bool:
         """True if all passes of a round are launched together, so that trees are decided before it."""
 
+    @property
+    def tail(self) -> int | None:
+        """Positions that the head reads of a request before its first draft; ``None`` if its attention can begin at no
+        other position than a request's first."""
+
     def policy(self, pages: Pages) -> TreePolicy:
         """Measure passes on this device, for an engine that drafts, and return the policy that picks trees by these
         times."""
@@ -164,16 +166,11 @@ class Executor(Protocol):
 
     # Rounds ahead of the host (`Verified.ahead`).
 
-    @property
-    def waited(self) -> float:
-        """Total seconds for which the host did nothing but wait for rounds."""
-
     def launch(self, verified: Verified, rounds: int, levels: int) -> Verified | None:
-        """Launch up to ``rounds`` rounds behind this one. Their pages are leased.
+        """Launch up to ``rounds`` rounds like this one behind it, whose pages are leased.
 
         Args:
-            levels: levels of the head's drafts; 0 without drafts. This round may have others. Behind a round without
-                drafts, none is drafted.
+            levels: levels of the head's drafts; this round may have others. 0 if it has no drafts.
 
         Returns:
             The first of the new rounds; ``None`` if it cannot be launched now.

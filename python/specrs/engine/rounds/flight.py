@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from specrs._specrs import ConfigError, Lease, PoolExhaustedError
 from specrs.engine.drafting.decisions import Drafting
+from specrs.engine.drafting.gathering import HostTrees
 from specrs.engine.drafting.plans import RoundPlan
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
@@ -27,6 +28,7 @@ class Flight:
 
     Attributes:
         plan: the plan of the last launched round.
+        trees: as of `RoundOutcome.trees`; nothing is launched behind a round that has some.
         lease: the pages of every round.
         lens: positions of each sequence that the lease has committed.
         need: positions behind the committed ones that a round may write, per request.
@@ -36,10 +38,10 @@ class Flight:
         closed: True if no further round may be launched.
         dropped: rows of the batch whose requests have ended or were lost; later results for them are dropped.
         ended: time when the last collected round ended, or the first one began.
-        waited: `Executor.waited` when the present call began to collect.
     """
 
     plan: RoundPlan
+    trees: HostTrees | None
     lease: Lease
     lens: list[int]
     need: int
@@ -49,7 +51,6 @@ class Flight:
     closed: bool
     dropped: set[int] = field(default_factory=set)
     ended: float = 0.0
-    waited: float = 0.0
 
     def __post_init__(self) -> None:
         self.ended = self.plan.began
@@ -89,13 +90,11 @@ class Flight:
         Args:
             stays: True if the next round is likely to have the same batch.
         """
+        if self.take_following() or not stays or self.closed or len(self.rounds) > 1:
+            return
         _, last = self.rounds[-1]
-        if self.take_following():
-            return
-        if not stays or self.closed or len(self.rounds) > 1:
-            return
         most = last.ahead
-        plan = drafting.behind(self.plan, self.batch()[0]) if most else None
+        plan = drafting.behind(self.plan, *self.batch()) if most else None
         while plan is not None and most:
             try:
                 self.lease.renew(self.reach(most))
@@ -104,7 +103,7 @@ class Flight:
                 continue
             if len(copies := self.lease.copies):
                 executor.copy(copies)
-            launched = executor.launch(last, most, 0 if plan.head is None else plan.levels)
+            launched = executor.launch(last, most, plan.levels)
             if launched is not None:
                 self.plan = plan
                 self.rounds.append((plan, launched))

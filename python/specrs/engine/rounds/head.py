@@ -17,8 +17,6 @@ from specrs.engine.request.request import Request
 from specrs.engine.rounds.executor import DraftExecutor, Pass
 from specrs.engine.rounds.observer import RoundObserver
 
-_MAX_LAG = 64  # positions that the head may be behind a request after a round
-
 
 class Head:
     """Brings the draft KV of requests up to date, and drafts from there.
@@ -40,40 +38,23 @@ class Head:
             self._executor.keep(batch, passed, rows)
 
     def after_prefill(self, reqs: Sequence[Request]) -> None:
-        """Write the draft KV of prompts, and give complete prompts their root.
-
-        A head that may begin anywhere begins near the end of a prompt.
-        """
-        for r in reqs:
-            if r.lag:
-                r.head.begin(self._drafting.begins(r))
-        if self._drafting.reads_all:
-            self.write([r for r in reqs if not r.ready])
-        self.extend([r for r in reqs if r.ready])
+        """Run the head over the last positions of prompts, as far as they are read."""
+        self._begin(reqs)
+        self.extend(reqs)
 
     def after_round(self, batch: Batch, drafted: Sequence[bool]) -> None:
         """Run the head over the new tokens of requests that it has drafted for, so that the next round drafts at once.
 
-        A head that is far behind another request begins anew near its end, or gives it up if it reads all of a request.
+        Behind others it never stays further than it would have to read (`Drafting.begins`).
         """
         self.extend([r for r, drew in zip(batch, drafted, strict=True) if drew and r.finish_reason is None])
-        for r in batch:
-            if r.lag < _MAX_LAG:
-                continue
-            if self._drafting.reads_all:
-                r.give_up_drafts(r.head.end)
-            else:
-                r.head.begin(self._drafting.begins(r))
+        self._begin(batch.requests)
 
-    def write(self, reqs: Sequence[Request]) -> None:
-        """Write the draft KV of all committed positions."""
-        reqs = self._behind(reqs)
-        errors = self._executor.write(reqs) if reqs else ()
-        for r, error in zip(reqs, errors, strict=True):
-            if error is None:
-                r.head.reached(r.committed, None)
-            else:
-                r.give_up_drafts(r.head.end, error)
+    def _begin(self, reqs: Sequence[Request]) -> None:
+        """Let the head begin anew near the end of requests that it is further behind."""
+        for r in reqs:
+            if r.lag:
+                r.head.begin(self._drafting.begins(r))
 
     def extend(self, reqs: Sequence[Request]) -> None:
         """Run the head over all committed positions, so that draft KV, logits and hidden state reach the root."""
@@ -102,30 +83,16 @@ class Head:
 
         Drafts of other sources come into the same trees: the host merges both, or the device unites them.
         """
-        drafting = self._drafting
-        for r in plan.drafting:
-            r.head.begin(drafting.begins(r))
         self.extend(plan.drafting)
-        chooses = drafting.chooses(plan)
-        if not self._observers and (drafting.unites or not chooses):
-            depths = [min(depth, plan.levels) for depth in self._depths(plan)]
-            return self._united(plan, self._executor.draft(plan.batch, depths, None))
-        drafted = self._step_by_step(plan)
-        if not chooses:
+        if self._drafting.merges(plan):
+            drafted = self._step_by_step(plan)
+            return self._drafting.gathering.merge_with_head(plan.batch, plan.proposals, drafted, plan.limit)
+        if self._observers:
+            return self._step_by_step(plan)
+        drafted = self._executor.draft(plan.batch, self._depths(plan), None)
+        if plan.trees is None:
             return drafted
-        plan.trees = drafting.gathering.merge_with_head(plan.batch, plan.proposals, drafted, plan.limit)
-        return plan.trees
-
-    def _united(self, plan: RoundPlan, drafted: Drafted) -> Drafted:
-        """Return the head's drafts, for the device to unite with those of other sources if that yields more."""
-        trees = None if plan.proposals is None else plan.proposals.trees
-        if trees is None or plan.head is None or not self._drafting.joins_others(plan.batch, plan.head, trees):
-            return drafted
-        both = self._executor.unite(drafted, trees.trees)
-        if both is None:
-            return drafted
-        plan.trees, plan.united = trees, True
-        return both
+        return self._executor.unite(drafted, plan.trees.trees) or plan.trees
 
     def _step_by_step(self, plan: RoundPlan) -> Drafted:
         """Draft step by step, as long as another step pays."""
@@ -142,4 +109,4 @@ class Head:
     def _depths(self, plan: RoundPlan) -> list[int]:
         """Return the deepest useful level of each request's drafts; 0 for no drafts."""
         drafting = zip(plan.batch, plan.head or (), strict=True)
-        return [r.max_depth if drafts and r.head.followed else 0 for r, drafts in drafting]
+        return [min(r.max_depth, plan.levels) if drafts and r.head.followed else 0 for r, drafts in drafting]

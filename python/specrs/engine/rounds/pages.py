@@ -66,16 +66,11 @@ class Pages:
         stats = self.pool.stats()
         return stats["free_pages"] + stats["evictable_pages"] >= need
 
-    def admit(self, request: Request, most: int | None = None) -> None:
-        """Give the request a row of the page table, sharing the pages of a cached prefix of its tokens.
-
-        Args:
-            request: a request without a row.
-            most: the most positions that the request may share; ``None`` for no limit.
-        """
+    def admit(self, request: Request) -> None:
+        """Give a request without a row one of the page table, sharing the pages of a cached prefix of its tokens."""
         if self._config.prefix_cache:
-            if request.unscored < request.prompt_len - 1:  # the later rows' logits are wanted
-                most = request.unscored if most is None else min(most, request.unscored)
+            later = request.unscored < request.prompt_len - 1  # the later rows' logits are wanted
+            most = request.unscored if later else None
             # Compute at least the last position, because its logits, or its features for the head, are wanted.
             known = request.tokens[: request.prefill_target - 1]
             request.admit(*self.pool.cache_lookup(known, most, self._salt(request)))
@@ -94,10 +89,7 @@ class Pages:
         if not self._config.prefix_cache or request.error is not None:
             return
         drafted = request.head.prefix if self._drafts else 0
-        # A cached page must not be written to, and the head has entries to add behind `HeadState.end`.
-        writes = self._drafts and request.head.followed and request.finish_reason is None
-        valid = request.head.end if writes else request.committed
-        self.pool.cache_insert(request.seq, request.tokens[:valid], drafted, self._salt(request))
+        self.pool.cache_insert(request.seq, request.tokens[: request.committed], drafted, self._salt(request))
 
     def _salt(self, request: Request) -> int:
         """The core's salt of a request's cached pages; 0 without one."""

@@ -12,11 +12,12 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from specrs import _specrs as core
 from specrs.engine.config import EngineConfig
 from specrs.engine.drafting.decisions import Drafting
-from specrs.engine.drafting.gathering import Gathering
+from specrs.engine.drafting.gathering import Gathering, HostTrees
 from specrs.engine.drafting.levels import tiers
 from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
 from specrs.engine.drafting.sources import HEAD, Sources
@@ -58,7 +59,9 @@ class Runner:
         most = geometry.shape.draft_tokens if drafts is not None or config.sources else 1
         sizes = tiers(most) if executor.launched else None
         gathering = Gathering(Sources(config.sources, vocab_size), most, config.deepest, sizes)
-        self.drafting = Drafting(geometry.shape, config.page_size, drafts is not None, gathering, executor.launched)
+        self.drafting = Drafting(
+            geometry.shape, config.page_size, drafts is not None, gathering, executor.launched, executor.tail
+        )
         self.head = None if drafts is None else Head(drafts, self.drafting, self.observers)
         self.pages = Pages(pool, config, geometry, executor.copy, drafts is not None)
         rows = geometry.max_batch * most
@@ -73,22 +76,11 @@ class Runner:
             self.drafting.price(self.executor.policy(self.pages))
 
     def admit(self, request: Request) -> None:
-        """Give the request a row of the page table, and decide whether the head follows it.
-
-        The prefix cache may have target KV for positions that have no draft KV. If the head reads all of a request, the
-        target runs over these positions again, because no cache keeps features. That pass writes to the request's own
-        pages, which then replace the cached pages.
-        """
+        """Give the request a row of the page table, and decide whether the head follows it."""
         request.head.followed &= self.head is not None
         self.pages.admit(request)
-        if not request.head.followed:
-            return
-        if not self.drafting.follows(request):
+        if request.head.followed and not self.drafting.follows(request):
             request.give_up_drafts(request.head.shared)
-        elif self.drafting.reads_all and request.head.shared < request.committed:
-            most = request.head.shared
-            self.pages.release(request)
-            self.pages.admit(request, most)
 
     def release(self, request: Request) -> None:
         """Take back the request's pages; it may be admitted again."""
@@ -136,7 +128,7 @@ class Runner:
             except BaseException:
                 self._collected += passed  # the requests already have their tokens
                 raise
-            self.drafting.prefilled(batch)
+            self.drafting.entered([r for r in batch if r.ready and r.head.followed])
         for r in batch:
             if r.committed >= len(r.tokens) - 1 and r.finish_reason is None:
                 self.pages.share_prefix(r)
@@ -234,7 +226,7 @@ class Runner:
 
     def _launch(self, batch: Batch, plan: RoundPlan) -> Flight:
         """Launch a round: lease its pages, launch its drafts, and launch the target's pass over the drafts."""
-        lease, need = self._round_lease(batch, plan)
+        plan, lease, need = self._round_lease(plan)
         with _naming(batch.requests), self._rolled_back(batch, lease):
             self.drafting.start(plan)
             observers = list(self.observers)
@@ -244,38 +236,34 @@ class Runner:
             drafted: Drafted | None = plan.trees
             if plan.head is not None and self.head is not None:
                 drafted = self.head.draft(plan)
-            if drafted is None:
-                verified = self.executor.decode(batch)
-            else:
-                plan.levels = drafted.levels
-                verified = self.executor.verify(batch, drafted)
-            closed = self._alone or bool(observers or plan.trees) or any(r.needs_sync for r in batch)
+            verified = self.executor.decode(batch) if drafted is None else self.executor.verify(batch, drafted)
+            trees = drafted if isinstance(drafted, HostTrees) else plan.trees
+            closed = self._alone or bool(observers or trees) or any(r.needs_sync for r in batch)
             self._alone = False
             longest, rounds = self.config.deepest + 1 if plan.drafts else 1, deque([(plan, verified)])
-            self._flight = flight = Flight(plan, lease, batch.lens, max(need), longest, rounds, observers, closed)
+            self._flight = flight = Flight(
+                plan, trees, lease, batch.lens, max(need), longest, rounds, observers, closed
+            )
         return flight
 
-    def _round_lease(self, batch: Batch, plan: RoundPlan) -> tuple[core.Lease, list[int]]:
-        """Lease the pages of a round. Returns the lease and the number of positions that each request may write.
+    def _round_lease(self, plan: RoundPlan) -> tuple[RoundPlan, core.Lease, list[int]]:
+        """Lease the pages of a round. Returns its plan, the lease, and how many positions each request may write.
 
         Drafts that the host made do not push out other requests: if there are no pages for them, the plan drops them.
         """
         need = plan.positions(self.geometry.alloc_len_per_decode)
         try:
-            return self.pages.lease(batch, need), need
+            return plan, self.pages.lease(plan.batch, need), need
         except core.PoolExhaustedError:
             if plan.trees is None:
                 raise
-        plan.trees = None
-        need = plan.positions(1)
-        return self.pages.lease(batch, need), need
+        return self._round_lease(replace(plan, trees=None))
 
     def _advance(self, flight: Flight, stays: bool = True) -> list[Passed]:
         """Launch rounds ahead if possible, and collect the oldest round.
 
         If a request has ended, collect all rounds: its pages stay leased as long as rounds are in flight.
         """
-        flight.waited = self.executor.waited
         with _naming(flight.requests), self._abandoning():
             flight.launch_ahead(self.executor, self.drafting, stays)
             self._collect(flight)
@@ -299,19 +287,17 @@ class Runner:
         if not rows:
             self._end_flight(flight)
             return
-        passed = self._commit(flight, plan, batch, rows, verified)
+        passed = self._commit(flight, batch, rows, verified)
         for o in flight.observers:
             o.ended()
         began, flight.ended = flight.ended, time.perf_counter()
         # A device has waited for the first round of a flight to be planned, unless it waits for every round.
         waited = self.executor.launched and began == plan.began and not flight.closed
         seconds = None if waited else flight.ended - began
-        self.drafting.observe(RoundOutcome(plan, rows, passed, verified, seconds))
-        if flight.rounds and not flight.closed:
-            spare = self.executor.waited - flight.waited
-            if self.drafting.others_know_better(*flight.batch(), flight.plan, spare):
-                flight.closed = True  # the next round verifies the host's drafts, made from these tokens
-                self.executor.request_stop()
+        self.drafting.observe(RoundOutcome(plan, flight.trees, rows, passed, verified, seconds))
+        if flight.rounds and not flight.closed and self.drafting.others_know_better(flight.plan, *flight.batch()):
+            flight.closed = True  # the next round verifies the host's drafts, made from these tokens
+            self.executor.request_stop()
 
     def _without_lost(
         self, flight: Flight, batch: Batch, rows: list[int], verified: Verified
@@ -326,13 +312,11 @@ class Runner:
         batch, rows = Batch([batch.requests[i] for i in kept]), [rows[i] for i in kept]
         return batch, rows, verified.of(batch, kept) if rows else verified
 
-    def _commit(
-        self, flight: Flight, plan: RoundPlan, batch: Batch, rows: Sequence[int], verified: Verified
-    ) -> list[Passed]:
+    def _commit(self, flight: Flight, batch: Batch, rows: Sequence[int], verified: Verified) -> list[Passed]:
         """Give each request the tokens that a round accepted. No request changes before all results are read."""
         accepts, lease, lens = verified.accepts, flight.lease, list(flight.lens)
         paths, drawn, errors = accepts.paths, accepts.tokens, accepts.errors
-        trees = self._traced(plan, batch, rows, verified, paths)  # shows whole paths, before any cut
+        trees = self._traced(flight.trees, batch, rows, verified, paths)  # shows whole paths, before any cut
         cuts = [False] * len(batch)
         for i, r in enumerate(batch):
             stand = r.draws.standing(drawn[i], len(paths[i]))
@@ -374,24 +358,25 @@ class Runner:
         for o in flight.observers:
             o.committed(kept)
         if self.head is not None and not flight.rounds:
-            head = plan.head or [False] * len(flight.requests)
+            head = flight.plan.head or [False] * len(flight.requests)
             self.head.after_round(batch, [head[row] for row in rows])
         return passed
 
     def _traced(
-        self, plan: RoundPlan, batch: Batch, rows: Sequence[int], verified: Verified, paths: Sequence[Sequence[int]]
-    ) -> dict[int, DraftTree]:
+        self, hosted: HostTrees | None, batch: Batch, rows: Sequence[int], verified: Verified,
+        paths: Sequence[Sequence[int]],
+    ) -> dict[int, DraftTree]:  # fmt: skip
         """Return the trees of the requests that want to see them. Reads nothing if no request does."""
         wanted = [i for i, r in enumerate(batch) if r.params.trace]
         if not wanted:
             return {}
-        hosted, gathering = plan.trees, self.drafting.gathering
+        names = self.drafting.gathering.names
         if hosted is None:
             return dict(zip(wanted, trees_of(verified.trees, wanted, paths, HEAD), strict=True))
-        if plan.united:
-            found = traced(verified, [hosted.drafts[row] for row in rows], wanted, paths, gathering.names)
+        drafts = hosted.drafts
+        if verified.origins is not None:
+            found = traced(verified, [drafts[row] for row in rows], wanted, paths, names)
             return dict(zip(wanted, found, strict=True))
-        names, drafts = gathering.names, hosted.drafts
         made = [(drafts[rows[i]], paths[i]) for i in wanted]
         trees = [DraftTree.of(tree.tokens, tree.parents, path, names, tree.sources) for tree, path in made]
         return dict(zip(wanted, trees, strict=True))
