@@ -42,7 +42,7 @@ def add_models(parser: argparse.ArgumentParser, positional: bool = False) -> Non
     if positional:
         parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, action=_Once, help=_MODEL)
     parser.add_argument("--model", metavar="MODEL", action=_Once, help="the same" if positional else _MODEL)
-    parser.add_argument("--draft", metavar="HEAD", help="directory, or org/name, of an EAGLE head for the model")
+    parser.add_argument("--draft", metavar="HEAD", help="directory, or org/name, of a draft head for the model")
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:

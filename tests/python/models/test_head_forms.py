@@ -16,7 +16,7 @@ from reference_heads import Sizes
 from specrs import LLM, SamplingParams
 from specrs import _specrs as core
 from specrs.engine.devices.memory_plan import Head, head_elements
-from specrs.models import HOST, Eagle3Config, Eagle3Head, LlamaModel, Ops, ops_for, torch_ops
+from specrs.models import HOST, Eagle3Config, Eagle3Head, LlamaModel, Ops, check_draft, ops_for, torch_ops
 from specrs.models.host_memory import head_bytes
 from specrs.models.layer import Workspace
 
@@ -155,7 +155,7 @@ def test_write_leaves_the_bits_that_extend_does(tmp_path: Path, name: str) -> No
 def test_memory_of_a_head_is_counted(tmp_path: Path, name: str) -> None:
     """Scratch memory, and bytes of weights; both are planned by configuration and headers alone."""
     driver, head, _ = build(tmp_path, ops_for(), name)
-    planned = Head(*Eagle3Head.check(tmp_path / "head", driver.target.config))
+    planned = Head(*check_draft(tmp_path / "head", driver.target.config))
     assert planned.config == head.config
     head.reserve(64, 64, 16)
     blocks = [each for each in vars(head).values() if isinstance(each, Workspace)]
