@@ -260,10 +260,10 @@ class EngineConfig(OptionFields):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockEngineConfig(EngineConfig):
-    """The configuration of an engine whose head drafts blocks.
+    """The configuration of an engine whose head drafts all levels in one pass.
 
     Attributes:
-        rows: rows of a block, for which a round needs room.
+        rows: rows of that pass, for which a round needs room.
         levels: levels of its drafts.
     """
 

@@ -85,6 +85,10 @@ class Eagle3Head:
         self._extend_logits, self._step_logits = (
             Workspace(at.for_logits(), logits=config.draft_vocab_size) for _ in range(2)
         )
+        self._mask: tuple[int, torch.Tensor] | None = None  # of a P-EAGLE head, token and feature of masked rows
+        if isinstance(config, Eagle3Config) and config.mask_token is not None:
+            parts = weights.load("mask_hidden").view(len(aux_layers), 1, -1).to(at.device, at.activations)
+            self._mask = config.mask_token, self._inputs.fuse(parts.unbind(0), self._extend_work.rows(1)).clone()
         target.set_aux_layers(aux_layers)
 
     @classmethod
@@ -190,6 +194,13 @@ class Eagle3Head:
             return self._predict(w["hidden"], w["attended"], w, logits)
         residual = self._attend(tokens, hidden.contiguous(), plan, kv, w, w["hidden"])
         return self._predict(residual, w["attended"], w, logits)
+
+    def masked(self, plan: Plan, kv: KvMemory) -> torch.Tensor:
+        """Rows of a P-EAGLE head that draft the levels behind the first, for each query of a causal plan behind a
+        request. Returns logits [Q, draft vocabulary], a view that the next `step` overwrites."""
+        assert self._mask is not None
+        token, feature = self._mask
+        return self.step(torch.full((plan.queries,), token), feature.expand(plan.queries, -1), plan, kv)[0]
 
     def _attend(
         self,

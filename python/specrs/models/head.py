@@ -1,7 +1,7 @@
 """Draft heads as engines run them: what all of them have, and the passes of each kind.
 
-A head of draft steps (`eagle3`) makes one level of drafts a pass, each from what the pass before it gave. A head of
-blocks (`block_head`) makes all levels in one.
+A head of draft steps (`eagle3`) makes one level of drafts a pass, each from what the pass before it gave, or as a
+P-EAGLE head all that follow the first in one pass over masks. A head of blocks (`block_head`) makes all levels in one.
 """
 
 from __future__ import annotations
@@ -69,6 +69,9 @@ class StepDrafter(AnyHead, Protocol):
 
     def write(self, tokens: torch.Tensor, aux: Sequence[torch.Tensor], plan: Plan, kv: KvMemory) -> torch.Tensor:
         """Rows of `extend` whose logits are not wanted."""
+
+    def masked(self, plan: Plan, kv: KvMemory) -> torch.Tensor:
+        """Rows of a P-EAGLE head that draft the levels behind the first."""
 
     def step(
         self, tokens: torch.Tensor, hidden: torch.Tensor, plan: Plan, kv: KvMemory

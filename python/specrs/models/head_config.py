@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from specrs.models.block_config import BlockConfig
 from specrs.models.config import LayerConfig, ModelConfig, layer_config
 from specrs.models.errors import DraftMismatchError
-from specrs.models.head_forms import EAGLE_CONFIG, LAYER, NORM_KEYS, Form, form_of
+from specrs.models.head_forms import EAGLE_CONFIG, LAYER, MASK_KEYS, NORM_KEYS, Form, form_of
 from specrs.models.head_keys import (
     FusedConfig,
     aux_layers,
@@ -40,12 +40,17 @@ class Eagle3Config(FusedConfig):
         norm_before_fc: true if one RMSNorm spans all features of a row before `fc`.
         fc_norm: true if each feature has an RMSNorm before `fc`.
         norm_output: true if a draft step passes on what the last norm gives, instead of what it reads.
+        mask_token: of a P-EAGLE head the token of masked rows, which draft all levels behind the first in one pass;
+            ``None`` of a head that drafts step by step.
+        levels: levels of a P-EAGLE head's drafts; 0 of others.
     """
 
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
+    mask_token: int | None = None
+    levels: int = 0
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> Eagle3Config:
@@ -79,6 +84,7 @@ class Eagle3Config(FusedConfig):
         if (said := get.integer("num_aux_hidden_states", count)) != count:
             where = "no key names layers, so the three of EAGLE-3's default count" if aux is None else f"{count} layers"
             get.refuse("num_aux_hidden_states", said, f"{where}; name as many layers")
+        parallel = form.kind == "parallel"
         return cls(
             **vars(layer),
             num_layers=layers,
@@ -91,6 +97,8 @@ class Eagle3Config(FusedConfig):
             norm_before_fc=before_fc,
             fc_norm=each,
             norm_output=output,
+            mask_token=_mask(get) if parallel else None,
+            levels=_levels(get) if parallel else 0,
             form=form,
             notes=_notes(get, form, layer.rope.theta),
         )
@@ -176,11 +184,32 @@ HeadConfig = Eagle1Config | Eagle3Config | BlockConfig
 """Configuration of a draft head of any kind."""
 
 
+def _mask(get: Reader) -> int:
+    """The token of masked rows, by all keys that name it."""
+    said = [key for key in MASK_KEYS if get.raw.get(key) is not None] or [MASK_KEYS[0]]
+    found = [get.integer(key, minimum=0, maximum=get.integer("vocab_size") - 1) for key in said]
+    for key, token in zip(said, found, strict=True):
+        if token != found[0]:
+            get.refuse(key, token, f"{said[0]} is {found[0]}, and both name the mask; give both one value")
+    return found[0]
+
+
+def _levels(get: Reader) -> int:
+    """Levels of a P-EAGLE head's drafts: those that its file proposes or was trained on, else as many as its trainers
+    take by default."""
+    proposed = get.raw.get("speculators_config") or {}
+    methods = proposed.get("proposal_methods") if isinstance(proposed, dict) else None
+    first = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}
+    trained = get.integer("para_depths", 8, maximum=64)
+    return Reader(first, get.path).integer("speculative_tokens", trained, maximum=64)
+
+
 def _notes(get: Reader, form: Form, theta: float) -> tuple[str, ...]:
     notes = unread_keys(get)
     if form.speculators == "eagle3" and get.raw.get("norm_before_residual") is None:
         notes.append("norm_before_residual is absent and taken as false, as speculators does; vLLM takes it as true")
-    if get.raw.get("architectures") == ["LlamaForCausalLMEagle3"] and get.raw.get("norm_output") is not None:
+    usual = form.kind == "eagle3" and get.raw.get("architectures") == ["LlamaForCausalLMEagle3"]
+    if usual and get.raw.get("norm_output") is not None:
         notes.append(
             "norm_output: in SpecForge's trainer it says whether the last norm stands before lm_head; here, as in "
             "sglang and vLLM, that norm always does, and the key says whether a draft step passes on its output"
@@ -209,6 +238,7 @@ def parts(config: HeadConfig, tensors: Container[str]) -> str | None:
             (config.norm_before_fc, "norm_before_fc"),
             (config.fc_norm, "fc_norm"),
             (config.norm_output, "norm_output"),
+            (config.levels > 0, f"{config.levels} levels in one pass"),
             ("d2t" in tensors, "a vocabulary of its own"),
             ("embed_tokens.weight" in tensors, "embeddings of its own"),
         ]

@@ -100,6 +100,8 @@ def check_files(config: HeadConfig, weights: Checkpoint, target: ModelConfig) ->
         expected[f"{first_norm(weights, prefix)}.weight"] = (h,)
         expected |= layer_shapes(config, layer_kind(weights, prefix), prefix, h)
         ignored.append(f"{prefix}hidden_norm.weight")
+    if config.mask_token is not None:
+        expected["mask_hidden"] = (1, 1, features * config.target_hidden_size)
     if config.norm_before_fc:
         expected["input_norm.weight"] = (features * config.target_hidden_size,)
     if config.fc_norm:

@@ -27,8 +27,8 @@ class Form:
     Attributes:
         name: what the head is.
         trainer: software that writes the form.
-        kind: passes that run it: draft steps over the last hidden state or over auxiliary features, or one pass over a
-            block.
+        kind: passes that run it: draft steps over the last hidden state or over auxiliary features, the latter and one
+            pass over masks (``parallel``), or one pass over a block.
         architectures: names in `architectures` of config.json.
         tensors: tensors that the file of weights has, where names do not tell the form.
         keys: keys of config.json, as in `OtherForm`, that the form has beside its name.
@@ -42,7 +42,7 @@ class Form:
 
     name: str
     trainer: str
-    kind: Literal["eagle1", "eagle3", "block"]
+    kind: Literal["eagle1", "eagle3", "parallel", "block"]
     architectures: tuple[str, ...]
     tensors: tuple[str, ...] = ()
     keys: Mapping[str, Any] = field(default_factory=dict)
@@ -56,11 +56,15 @@ class Form:
 # A head under a model's name is told from the model by its tensors.
 _MODELS = ("LlamaForCausalLM", "Qwen2ForCausalLM")
 _QWEN3 = "Qwen3ForCausalLM"
+_EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _EAGLE1 = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "Qwen2ForCausalLMEagle")
 
 FORMS = (
+    Form("P-EAGLE", "for vLLM", "parallel", _EAGLE3, keys={"parallel_drafting": None}),
+    Form("P-EAGLE", "SpecForge", "parallel", ("PEagleDraftModel",)),
+    Form("P-EAGLE", "speculators", "parallel", ("PEagleSpeculator",), speculators="peagle"),
     Form(
-        "EAGLE-3", "SpecForge, AngelSlim, NVIDIA", "eagle3", ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
+        "EAGLE-3", "SpecForge, AngelSlim, NVIDIA", "eagle3", _EAGLE3,
         heads=("AngelSlim/Qwen3-8B_eagle3", "lmsys/sglang-EAGLE3-LLaMA3.1-Instruct-8B"),
     ),
     Form(
@@ -120,10 +124,6 @@ class OtherForm:
 
 
 OTHERS = (
-    OtherForm(
-        "P-EAGLE", "drafts its tokens in one parallel pass", ("PEagleDraftModel", "PEagleSpeculator"), "peagle",
-        {"parallel_drafting": None, "ptd_token_id": None, "pard_token": None}, ("mask_hidden",),
-    ),
     OtherForm(
         "Domino", "corrects a block's scores by a recurrent network", ("DominoDraftModel",), None,
         {"dflash_config.projector_type": "domino", "projector_type": "domino"}, ("prefix_gru.", "embed_proj."),
@@ -227,8 +227,12 @@ BLOCK_KEYS = frozenset(
 )  # fmt: skip
 """Keys of config.json beside `READ` and `HARMLESS` that blocks have: they are read, or change nothing."""
 
+MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
+"""Keys that name the token of P-EAGLE's masked rows."""
+
 READ = frozenset(
     (
+        *MASK_KEYS, "parallel_drafting", "para_depths",
         "architectures", "model_type", "speculators_model_type", "transformer_layer_config", "eagle_config",
         "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
         "intermediate_size", "vocab_size", "draft_vocab_size", "target_hidden_size", "max_position_embeddings",

@@ -40,12 +40,13 @@ def head_bytes(config: HeadConfig, directory: str | Path, placement: Placement) 
     unread = {"t2d", *IGNORED, "confidence_head.proj.weight", "confidence_head.proj.bias"}
     if isinstance(config, Eagle1Config):
         unread.add("lm_head.weight")  # a copy of the target's
-    names = [name for name in weights if name not in unread]
+    masked = config.hidden_size * placement.activations.itemsize if "mask_hidden" in weights else 0  # its feature
+    names = [name for name in weights if name not in (*unread, "mask_hidden")]
     first = 0 if isinstance(config, BlockConfig) else config.num_layers - 1
     layers = map(layer_prefix, range(first, config.num_layers))
     twice = [f"{prefix}self_attn.{name}_proj.weight" for prefix in layers for name in "kv"]
     again = sum(_packed(weights, name, placement) for name in names if name in twice)
-    return again + sum(_bytes(weights, name, placement) for name in names)
+    return masked + again + sum(_bytes(weights, name, placement) for name in names)
 
 
 def _bytes(weights: Checkpoint, name: str, placement: Placement) -> int:

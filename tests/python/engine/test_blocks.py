@@ -1,9 +1,11 @@
-"""Heads that draft blocks in engines: tokens are those of plain decoding, and trees the best that a block says."""
+"""Heads that draft all levels in one pass, in engines: tokens are those of plain decoding, and trees the best that a
+block says."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,16 @@ import torch
 from safetensors.torch import save_file
 
 import blockzoo
+import headzoo
 import modelzoo
 import reference_blocks
-from drafts_world import Watched
+import reference_heads
+from drafts_world import Seen, Watched
 from exact_world import SAMPLED, check, plain, requests
+from modelrun import Driver
 from modelzoo import VOCAB, Pair
 from reference_blocks import Block
+from reference_heads import Sizes
 from specrs import LLM, ConfigError, SamplingParams, StructuredOutputs
 from specrs.capsule.replay import replay
 from specrs.engine.config import BlockEngineConfig
@@ -30,7 +36,7 @@ from specrs.models.cuda import why_not
 
 LAYERS = 4
 SMALL = Block(vocab=VOCAB, mask=3, streams=(1, 3), rows=6)
-FORMS: dict[str, tuple[str, Block]] = {
+FORMS: dict[str, tuple[str, Any]] = {
     "DFlash": ("DFlash", SMALL),
     "JetSpec": ("JetSpec", replace(SMALL, causal=True, rows=16)),
     "DSpark": ("DSpark", replace(SMALL, anchor=True, markov="vanilla")),
@@ -40,6 +46,9 @@ FORMS: dict[str, tuple[str, Block]] = {
         replace(SMALL, anchor=True, markov="gated", draft_vocab=7, own_embedding=True, own_scores=True),
     ),
 }
+FORMS["P-EAGLE"] = (
+    "P-EAGLE", Sizes(hidden=64, vocab=VOCAB, draft_vocab=None, mask=3, levels=5, layers=2, streams=(1, 2, 3)),
+)  # fmt: skip
 HEATS: dict[str, dict[str, Any]] = {
     "greedy": {}, "cool": SAMPLED, "hot": {"temperature": 1.2, "frequency_penalty": 0.3},
 }  # fmt: skip
@@ -50,6 +59,11 @@ def pair_of(directory: Path, name: str, **changes: Any) -> Pair:
     form, b = FORMS[name]
     b = replace(b, **changes)
     target = modelzoo.write_target(directory / "target", vocab_size=b.vocab, max_position_embeddings=256)
+    if isinstance(b, Sizes):
+        headzoo.save_head(
+            directory / "head", form, b, LAYERS, headzoo.agree(target, b, reference_heads.random_head(b, 1))
+        )
+        return Pair(target, directory / "head")
     weights = reference_blocks.random_block(b, 1)
     if b.draft_vocab is None:
         weights = blockzoo.agree(target, b, weights)
@@ -147,60 +161,91 @@ def best_tree(levels: torch.Tensor, width: int, nodes: int) -> dict[tuple[int, .
     return dict(heapq.nlargest(nodes, paths.items(), key=lambda path: path[1]))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_round_verifies_the_best_tree_of_its_block(dflash: Pair, temperature: float) -> None:
-    """Every round against the restatement, over features of a pass over the whole text."""
-    b = FORMS["DFlash"][1]
-    weights = weights_of(dflash, b)
-    watched = Watched(LLM(dflash.target, dflash.draft, tree=(3, 4, 9)))
+def paths_of(seen: Seen) -> list[tuple[int, ...]]:
+    """The tokens from below the root down to each node."""
+    paths: list[tuple[int, ...]] = [()]
+    for parent, token in zip(seen.tree.parents[1:], seen.tree.tokens[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return paths
+
+
+def watched_rounds(pair: Pair, tree: tuple[int, int, int], temperature: float) -> list[Seen]:
+    watched = Watched(LLM(pair.target, pair.draft, tree=tree))
     for i in range(3):
         watched.add([7, 2, i, 5 + i], 14, temperature=temperature, seed=i)
     watched.finish()
-    model = LlamaModel.load(dflash.target, torch_ops())
-    read = modelzoo.read_weights(dflash.target)
+    return watched.rounds
+
+
+def levels_of(pair: Pair, name: str, seen: Seen, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and rows of a round's block by the restatement, over features of one pass over the whole text."""
+    form, b = FORMS[name]
+    model = LlamaModel.load(pair.target, torch_ops())
+    model.set_aux_layers(b.streams)
+    driver = Driver(model, max_context=128)
+    _, features = driver.extend([driver.new()], [0], [seen.tokens[:-1]], aux=True)
+    assert features is not None
+    read, weights = modelzoo.read_weights(pair.target), weights_of(pair, form, b)
     tables = read["model.embed_tokens.weight"], read["lm_head.weight"]
-    compared = 0
-    for seen in watched.rounds:
-        context = seen.tokens[:-1]
-        levels = min(seen.depth, 4, b.depth)
-        features = features_of(model, context, b)
-        logits, _ = reference_blocks.logits_of(b, weights, *tables, features, seen.tokens[-1])
-        heat = 1 / temperature if temperature else 1.0
-        want = best_tree((logits[:levels] * heat).log_softmax(-1), 3, 9)
-        paths: list[tuple[int, ...]] = [()]
-        for parent, token in zip(seen.tree.parents[1:], seen.tree.tokens[1:], strict=True):
-            paths.append((*paths[parent], token))
+    logits, rows = reference_blocks.logits_of(b, weights, *tables, features, seen.tokens[-1])
+    levels = min(seen.depth, most, b.depth)
+    return logits[:levels], rows[:levels]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_round_verifies_the_best_tree_of_its_block(dflash: Pair, temperature: float) -> None:
+    heat, compared = 1 / temperature if temperature else 1.0, 0
+    for seen in watched_rounds(dflash, (3, 4, 9), temperature):
+        logits, _ = levels_of(dflash, "DFlash", seen, 4)
+        want, paths = best_tree((logits * heat).log_softmax(-1), 3, 9), paths_of(seen)
         assert len(paths) == len(want)
         for path, score in zip(paths, seen.tree.scores, strict=True):
             assert path not in want or score == pytest.approx(want[path], abs=2e-4)
         missed = set(want) - set(paths)
         assert all(want[path] < min(seen.tree.scores) + 1e-3 for path in missed), "only near ties may differ"
-        compared += levels > 0
+        compared += len(logits) > 0
     assert compared > 8
 
 
-def weights_of(pair: Pair, b: Block) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("name", ["DSpark", "DSpark of DeepSpec"])
+def test_a_round_verifies_nearly_the_best_tree_behind_a_markov_head(
+    tmp_path: Path, name: str, temperature: float
+) -> None:
+    """Against all paths of three levels: each score is its path's, and the tree's yield is nearly the best tree's."""
+    pair, (form, b) = pair_of(tmp_path, name), FORMS[name]
+    weights, heat = weights_of(pair, form, b), 1 / temperature if temperature else 1.0
+    got = most = 0.0
+    for seen in watched_rounds(pair, (8, 3, 9), temperature):
+        logits, rows = levels_of(pair, name, seen, 3)
+        scores: dict[tuple[int, ...], float] = {(): 0.0}
+        for level in range(len(logits)):
+            for path in [path for path in scores if len(path) == level]:
+                bias = reference_blocks.biases_of(b, weights, rows, [seen.tokens[-1], *path])
+                each = ((logits[level] + bias) * heat).log_softmax(-1).tolist()
+                scores |= {(*path, token): scores[path] + p for token, p in enumerate(each)}
+        for path, score in zip(paths_of(seen), seen.tree.scores, strict=True):
+            assert score == pytest.approx(scores[path], abs=1e-3)
+        got += sum(math.exp(score) for score in seen.tree.scores)
+        most += sum(map(math.exp, heapq.nlargest(len(seen.tree.scores), scores.values())))
+    assert got > 0.98 * most > 10
+
+
+def weights_of(pair: Pair, form: str, b: Block) -> dict[str, torch.Tensor]:
     """A head's weights as stored, by the names of the restatement."""
     stored, ours = modelzoo.read_weights(pair.draft), list(reference_blocks.random_block(b, 1))
-    names = blockzoo.tensors_of("DFlash", b, {name: torch.tensor([i]) for i, name in enumerate(ours)})
+    names = blockzoo.tensors_of(form, b, {name: torch.tensor([i]) for i, name in enumerate(ours)})
     return {ours[int(at)]: stored[name] for name, at in names.items()}
 
 
-def features_of(model: LlamaModel, tokens: list[int], b: Block) -> torch.Tensor:
-    """The target's features of a text, in one pass."""
-    from modelrun import Driver
-
-    model.set_aux_layers(b.streams)
-    driver = Driver(model, max_context=128)
-    _, aux = driver.extend([driver.new()], [0], [tokens], aux=True)
-    assert aux is not None
-    return aux
-
-
-@pytest.mark.parametrize("tensor", ["layers.1.mlp.down_proj.weight", "layers.1.self_attn.v_proj.weight", "norm.weight"])
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [("DFlash", "layers.1.mlp.down_proj.weight"), ("DFlash", "layers.1.self_attn.v_proj.weight"),
+     ("DFlash", "norm.weight"), ("P-EAGLE", "layers.1.mlp.down_proj.weight"), ("P-EAGLE", "mask_hidden")],
+)  # fmt: skip
 @pytest.mark.parametrize("tree", [None, (3, 4, 9)])
-def test_a_head_that_gives_nan_costs_its_drafts_alone(tmp_path: Path, tensor: str, tree: Any) -> None:
-    pair = pair_of(tmp_path, "DFlash")
+def test_a_head_that_gives_nan_costs_its_drafts_alone(tmp_path: Path, name: str, tensor: str, tree: Any) -> None:
+    pair = pair_of(tmp_path, name)
     prompts, params = requests(4, seed=2)
     want = plain(pair, prompts, params)
     tensors = modelzoo.read_weights(pair.draft)
@@ -251,7 +296,12 @@ def test_what_cannot_run_a_block_says_so(dflash: Pair, tmp_path: Path) -> None:
         ConfigError, match=r"attention_backend = 'flash_attention': attends causally, and a block of a DFl"
     ):
         LLM(dflash.target, dflash.draft, attention_backend="flash_attention")
-    causal = pair_of(tmp_path, "JetSpec")
-    prompts, params = requests(3, seed=5)
-    want = plain(causal, prompts, params, attention_backend="flash_attention")
-    check(LLM(causal.target, causal.draft, attention_backend="flash_attention"), prompts, params, want)
+    for name in ("JetSpec", "P-EAGLE"):
+        causal = pair_of(tmp_path / name, name)
+        prompts, params = requests(3, seed=5)
+        want = plain(causal, prompts, params, attention_backend="flash_attention")
+        for tree in (None, (3, 4, 9)):
+            llm = LLM(causal.target, causal.draft, tree=tree, attention_backend="flash_attention")
+            check(llm, prompts, params, want)
+    config, _ = check_draft(causal.draft, ModelConfig.from_directory(causal.target))
+    assert why_not(config) == "a P-EAGLE head drafts all levels in one pass, which only the CPU does yet"

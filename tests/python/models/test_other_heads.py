@@ -41,12 +41,6 @@ PUBLISHED = {  # config.json as trainers write them, shortened
     "DFlare": {**_BLOCK, "architectures": ["QwenDFlareDraftModel"], "dflash_config": {"mask_token_id": 7}},
     "DFlash of AngelSlim": {**_BLOCK, "architectures": ["QwenDFlashDraftModel"]},
     "DFly": {**_BLOCK, "architectures": ["DFlyDraftModel"]},
-    "P-EAGLE": {**_LAYER, "model_type": "llama", "architectures": ["PEagleDraftModel"], "draft_vocab_size": 300},
-    "P-EAGLE, of speculators": {
-        "architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle", "mask_token_id": 7,
-        "transformer_layer_config": _LAYER,
-    },
-    "P-EAGLE, for vLLM": {**_LAYER, "architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 7},
     "MTP": {"architectures": ["MTPSpeculator"], "speculators_model_type": "mtp", "transformer_layer_config": _LAYER},
     "Medusa": {"architectures": ["MedusaModel"], "medusa_num_heads": 3},
 }  # fmt: skip
@@ -85,10 +79,11 @@ def test_forms_share_no_name() -> None:
     assert len(named) == len(set(named))
     for form in FORMS:
         for name in form.architectures:
-            section = {key.removeprefix("dflash_config."): value or True for key, value in form.keys.items()}
-            raw = {"architectures": [name], "dflash_config": section}
+            keys = {key: value or True for key, value in form.keys.items()}
+            section = {key.removeprefix("dflash_config."): value for key, value in keys.items()}
+            raw = {**keys, "architectures": [name], "dflash_config": section}
             assert form_of(raw, tensors=form.tensors).name == form.name
-    with pytest.raises(UnsupportedModelError, match="speculators_model_type = 'independent': implemented: eagle3"):
+    with pytest.raises(UnsupportedModelError, match="speculators_model_type = 'independent': implemented: peagle"):
         form_of({"architectures": ["Eagle3DraftModel"], "speculators_model_type": "independent"})
     with pytest.raises(UnsupportedModelError, match="a model, no draft head"):
         form_of({"architectures": ["LlamaForCausalLM"]}, tensors=())

@@ -13,6 +13,7 @@ from specrs.engine.drafting.chooser import Kind, TreePolicy
 from specrs.engine.drafting.costs import Costs, Pace, PassCost
 from specrs.engine.rounds.pages import Pages
 from specrs.models.head import BlockDrafter, Head, StepDrafter
+from specrs.models.head_config import Eagle3Config
 from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
 
@@ -85,16 +86,18 @@ def calibrated(
     kinds = [Kind.of(one, steps) for one in head[0].acceptance]
     if head[0].passes == "block":
         return TreePolicy(_of_blocks(costs, head[0].config.block_size, planner.geometry.max_batch), kinds)
+    if isinstance(head[0].config, Eagle3Config) and head[0].config.levels:
+        return TreePolicy(_of_blocks(costs, head[0].config.levels - 1, planner.geometry.max_batch), kinds)
     return TreePolicy(Costs(costs[0], costs[1], costs[2], costs[2]), kinds)
 
 
 def _of_blocks(costs: Sequence[PassCost], rows: int, most: int) -> Costs:
-    """Return the costs of an engine whose head drafts blocks: all levels in one pass, before which it writes the KV of
-    the last round's tokens.
+    """Return the costs of an engine whose head drafts all levels in one pass, before which it runs over the last
+    round's tokens.
 
     Args:
-        costs: costs of the target's passes, of blocks and of writes.
-        rows: rows of a block.
+        costs: costs of the target's passes, of blocks (or draft steps) and of writes (or extends).
+        rows: rows of that pass for a request.
         most: most requests of a batch.
     """
     target, blocks, writes = costs

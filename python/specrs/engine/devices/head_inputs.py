@@ -14,7 +14,7 @@ from specrs.engine.request.batch import Batch
 from specrs.engine.request.head_state import HeadState
 from specrs.engine.request.request import Request
 from specrs.engine.rounds.executor import Pass
-from specrs.models.features import FeatureRows, Features, KeptFeatures
+from specrs.models.features import FeatureRows, Features, KeptFeatures, gather
 
 
 @dataclass(eq=False)
@@ -99,6 +99,11 @@ class KeptInputs:
 
     def unite(self, drafted: Drafted, trees: core.TreeBatch) -> Drafted | None:
         return None
+
+    def _inputs(self, entries: Sequence[Entries]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], core.Plan]:
+        """Return tokens, features and plan of a pass over entries. An entry's token is the token after its position."""
+        tokens = torch.tensor([t for e in entries for t in e.text[1:]])
+        return tokens, gather(piece for e in entries for piece in e.features()), self._plan(entries)
 
     def _plan(self, entries: Sequence[Entries]) -> core.Plan:
         """Plan a pass of the head over entries."""

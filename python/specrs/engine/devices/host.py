@@ -17,10 +17,10 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
-from specrs.engine.config import EngineConfig
+from specrs.engine.config import BlockEngineConfig, EngineConfig
 from specrs.engine.devices.calibration import calibrated
 from specrs.engine.devices.head_inputs import Entries, HostDrafted, KeptInputs, ScoredPass, begun, non_finite
-from specrs.engine.devices.host_blocks import HostBlocks
+from specrs.engine.devices.host_blocks import HostBlocks, HostMasks
 from specrs.engine.drafting.chooser import TAIL, TreePolicy
 from specrs.engine.drafting.costs import PassCost
 from specrs.engine.drafting.trees import Drafted
@@ -28,7 +28,7 @@ from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
 from specrs.engine.rounds.executor import Deepen, Verified
 from specrs.engine.rounds.pages import Pages
-from specrs.models.features import FeatureRows, gather
+from specrs.models.features import FeatureRows
 from specrs.models.head import Head, StepDrafter
 from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
@@ -100,15 +100,17 @@ class HostExecutor:
         capabilities, dtype = target.ops.attention.capabilities, getattr(torch, config.kv_dtype)
         self.planner = core.Planner(geometry, pool, format=capabilities.format, mask=capabilities.mask)
         self.cache = target.new_cache(pool.num_pages, pool.page_size, dtype)
-        self.drafts: HostDrafts | HostBlocks | None = None
+        self.drafts: HostDrafts | HostBlocks | HostMasks | None = None
         self._cost: PassCost | None = None  # of the target's passes, if a cost model goes by it
         if head is not None:
             self.drafts = self._drafts(head, head.new_cache(pool.num_pages, pool.page_size, dtype), config)
 
-    def _drafts(self, head: Head, cache: KvMemory, config: EngineConfig) -> HostDrafts | HostBlocks:
+    def _drafts(self, head: Head, cache: KvMemory, config: EngineConfig) -> HostDrafts | HostBlocks | HostMasks:
         """Return the object that runs the head's passes."""
         if head.passes == "block":
             return HostBlocks(head, cache, self.planner, config)
+        if isinstance(config, BlockEngineConfig):
+            return HostMasks(head, cache, self.planner, config)
         return HostDrafts(head, cache, self.planner, config, self.target.config.vocab_size)
 
     def entered(self) -> AbstractContextManager[object]:
@@ -281,11 +283,6 @@ class HostDrafts(KeptInputs):
     def _step(self, tokens: torch.Tensor, hidden: torch.Tensor, plan: core.Plan) -> tuple[torch.Tensor, torch.Tensor]:
         logits, hidden = self.head.step(tokens, hidden, plan, self.cache)
         return self.head.dense.host(logits), hidden
-
-    def _inputs(self, entries: Sequence[Entries]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], core.Plan]:
-        """Return tokens, features and plan of a pass over entries. An entry's token is the token after its position."""
-        tokens = torch.tensor([t for e in entries for t in e.text[1:]])
-        return tokens, gather(piece for e in entries for piece in e.features()), self._plan(entries)
 
     def _lend(self, request: Request, logits: torch.Tensor, hidden: torch.Tensor) -> object:
         root = Root(logits, hidden)

@@ -1,4 +1,4 @@
-"""A head of blocks on the host: one pass drafts all levels, and the best trees are made of their lists."""
+"""Heads on the host that draft all levels in one pass: the best trees are made of the levels' lists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
 from specrs.engine.rounds.executor import Deepen
 from specrs.models.features import gather
-from specrs.models.head import BlockDrafter
+from specrs.models.head import AnyHead, BlockDrafter, StepDrafter
 from specrs.models.ops import KvMemory
 
 _CANDIDATES = 32  # likeliest tokens of a level that a Markov head scores behind each prefix
@@ -57,12 +57,9 @@ class HostBlocks(KeptInputs):
             min(depth, self._levels, self.head.config.levels(count)) for depth, count in zip(depths, rows, strict=True)
         ]
         logits, hidden = self._run(batch, rows, levels)
-        heats = [1 / r.params.temperature if r.params.temperature > 0 else 1.0 for r in batch]
-        if any(heat != 1.0 for heat in heats):
-            logits *= torch.tensor(heats).repeat_interleave(torch.tensor(levels))[:, None]
-        roots = [r.tokens[-1] for r in batch]
+        heats, roots = _heats(batch), [r.tokens[-1] for r in batch]
         width = self._width if self.head.markov is None else max(_CANDIDATES, self._width)
-        lists = core.DraftLists(logits, levels, width, None if self.head.d2t is None else self.head.target_ids)
+        lists = _lists(self.head, logits, levels, heats, width)
         if self.head.markov is not None:
             self._walk(lists, roots, levels, hidden, heats)
         faults = [(error, batch.lens[error.request]) for error in lists.faults]
@@ -104,3 +101,62 @@ class HostBlocks(KeptInputs):
             tokens, parents = (from_dlpack(a).long() for a in (lists.tokens, lists.parents))
             bias, state = markov.bias(tokens, hidden[at], ids[at], state, parents)
             lists.advance((bias * heat).contiguous())
+
+
+class HostMasks(KeptInputs):
+    """Runs the passes of a P-EAGLE head: those of EAGLE-3 give the first level, and one over masks all that follow.
+
+    Attributes:
+        head: the model.
+        cache: the head's KV, in the same pages as the target's.
+    """
+
+    catches_up = False
+
+    def __init__(self, head: StepDrafter, cache: KvMemory, planner: core.Planner, config: BlockEngineConfig) -> None:
+        super().__init__(planner)
+        self.head, self.cache = head, cache
+        self._width, self._nodes = config.width, config.nodes
+        self._levels, self._wall = min(config.levels, config.head_shape.steps), planner.geometry.max_context_len
+
+    def extend(self, requests: Sequence[Request]) -> Sequence[object]:
+        entries = [Entries(r, r.head.end, r.lag) for r in requests]
+        rows = torch.tensor([end - 1 for end in accumulate(e.count for e in entries)])
+        logits, hidden = self.head.extend(*self._inputs(entries), self.cache, rows)
+        logits = self.head.dense.host(logits).clone()
+        # A hidden state depends on all draft KV before it. So if it is sound, all of that draft KV is sound.
+        return [non_finite("draft hidden state", hidden[i]) or logits[i] for i in range(len(requests))]
+
+    def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None) -> Drafted:
+        roots = [r.head.root if isinstance(r.head.root, torch.Tensor) else None for r in batch]
+        levels = [
+            0 if root is None else min(depth, self._levels, self._wall - length + 1)
+            for root, depth, length in zip(roots, depths, batch.lens, strict=True)
+        ]
+        some = [i for i, count in enumerate(levels) if count > 1]
+        requests, counts = [batch.requests[i] for i in some], [levels[i] - 1 for i in some]
+        plan = self._planner.extend([r.seq for r in requests], [batch.lens[i] for i in some], counts)
+        masked = self.head.dense.host(self.head.masked(begun(plan, (r.head for r in requests)), self.cache))
+        behind = dict(zip(some, torch.split(masked, counts), strict=True))
+        parts = [masked[:0]]
+        for i, (root, count) in enumerate(zip(roots, levels, strict=True)):
+            if root is not None and count:
+                parts += [root[None], *([behind[i]] if i in behind else [])]
+        lists = _lists(self.head, torch.cat(parts), levels, _heats(batch), self._width)
+        faults = [(error, batch.lens[error.request]) for error in lists.faults]
+        trees = lists.trees([r.tokens[-1] for r in batch], self._nodes)
+        return HostDrafted(trees, max(levels, default=0), faults)
+
+
+def _heats(batch: Batch) -> list[float]:
+    """The factor on each request's scores: drafts of a sampled token are accepted as it is drawn."""
+    return [1 / r.params.temperature if r.params.temperature > 0 else 1.0 for r in batch]
+
+
+def _lists(
+    head: AnyHead, logits: torch.Tensor, levels: Sequence[int], heats: Sequence[float], width: int
+) -> core.DraftLists:
+    """The lists of all levels, whose rows of logits stand request by request."""
+    if any(heat != 1.0 for heat in heats):
+        logits = logits * torch.tensor(heats).repeat_interleave(torch.tensor(levels))[:, None]
+    return core.DraftLists(logits, levels, width, None if head.d2t is None else head.target_ids)

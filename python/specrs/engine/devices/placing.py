@@ -20,6 +20,7 @@ from specrs.engine.config import BlockEngineConfig, EngineConfig
 from specrs.engine.devices.memory_plan import Budget, Engine, Head, attention_of, free_bytes, planned
 from specrs.models import (
     BlockConfig,
+    Eagle3Config,
     LiveModel,
     ModelConfig,
     Ops,
@@ -143,6 +144,8 @@ class Wanted:
         config, drafts = self.config.on(place).route(self.recurrent)
         if head is not None and isinstance(head.config, BlockConfig):
             config = _for_blocks(config, head.config)
+        if head is not None and isinstance(head.config, Eagle3Config) and head.config.levels:
+            config = BlockEngineConfig.over(config, head.config.levels - 1, head.config.levels)
         if not drafts:
             head, config = None, replace(config, drafters=())
         config, geometry = config.resolve(context)
