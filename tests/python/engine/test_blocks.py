@@ -289,6 +289,24 @@ def test_sizes_follow_from_the_block(dflash: Pair, tmp_path: Path) -> None:
     assert LLM(dflash.target, dflash.draft, drafters=["head", "suffix"]).config.deepest == 32
 
 
+def test_a_gpu_refuses_a_block_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And an engine that names no device takes the CPU, with a warning."""
+    for module in ("models.cuda", "engine.devices.placing"):
+        monkeypatch.setattr(f"specrs.{module}.unavailable", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.delenv("SPECRS_DEVICE", raising=False)
+    target = modelzoo.write_target(tmp_path / "target", head_dim=64, vocab_size=304)
+    blockzoo.write_block(tmp_path / "head", "DFlash", replace(SMALL, vocab=304), LAYERS)
+    with monkeypatch.context() as m:
+        m.setattr("specrs.models.loader.Checkpoint.load", lambda *_: pytest.fail("a weight was read"))
+        with pytest.raises(ConfigError, match="'cuda': the draft head: a DFlash head drafts blocks, which only"):
+            LLM(target, tmp_path / "head", device="cuda")
+    with pytest.warns(RuntimeWarning, match="runs on the CPU, not the GPU: the draft head: a DFlash head"):
+        llm = LLM(target, tmp_path / "head")
+    assert llm.device.startswith("cpu (not the GPU: the draft head: a DFlash head")
+
+
 def test_what_cannot_run_a_block_says_so(dflash: Pair, tmp_path: Path) -> None:
     config, _ = check_draft(dflash.draft, ModelConfig.from_directory(dflash.target))
     assert why_not(config) == "a DFlash head drafts blocks, which only the CPU does yet"
