@@ -100,7 +100,7 @@ MUTANTS = [
            "blocks:trained"),
     Mutant("quiet", "quiet", "masks are fed as the last token", "python/specrs/models/block_head.py",
            "return [token] + [self.config.mask_token]", "return [token] + [token]", "blocks:trained"),
-    Mutant("quiet", "quiet", "the Markov head's states do not follow the beams", "python/specrs/models/markov.py",
+    Mutant("quiet", "quiet", "the Markov head's states do not follow the beams", "python/specrs/models/path_heads.py",
            "state.take_along_dim(parents[:, :, None], 1)", "state.take_along_dim(0 * parents[:, :, None], 1)",
            "blocks:biases"),
     Mutant("quiet", "quiet", "the detokenizer knows no prompt", "python/specrs/engine/request/decoding.py",

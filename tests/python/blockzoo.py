@@ -35,20 +35,22 @@ def config_of(form: str, b: Block, target_layers: int) -> dict[str, Any]:
         )
         if value != usual
     }  # fmt: skip
+    gru = {} if b.free is None else {"emb_dim": b.rank, "gru_hidden_dim": b.state, "pure_draft_prefix_len": b.free}
     if form == "speculators":
-        kind = "dspark" if b.anchor else "dflash"
-        name = "DSparkSpeculator" if b.anchor else "DFlashSpeculator"
+        kind = "dspark" if b.anchor and b.free is None else "dflash"
+        name = "DSparkSpeculator" if kind == "dspark" else "DFlashSpeculator"
         usual = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False, "head_dim": 128}
         nested = {key: value for key, value in layer.items() if usual.get(key) != value}
-        more = (
-            {"num_anchors": 256, "sample_from_anchor": True, **markov, **said} if b.anchor else {"shift_label": False}
-        )
+        more: dict[str, Any] = {"shift_label": b.anchor, "projector_type": "domino" if gru else "dflash"}
+        if kind == "dspark":
+            more = {"num_anchors": 256, "sample_from_anchor": True, **markov, **said}
         return {
             "architectures": [name], "speculators_model_type": kind, "block_size": b.rows, "mask_token_id": b.mask,
             "aux_hidden_state_layer_ids": list(b.streams), "draft_vocab_size": b.draft_vocab or b.vocab,
             "target_hidden_size": b.target_hidden, "sliding_window_non_causal": False, "tie_word_embeddings": False,
             "speculators_config": {"algorithm": kind, "verifier": {"name_or_path": "some/model"}},
             "speculators_version": "0.9.0", "transformers_version": "5.24.0", "dtype": "float32", **more, **scales,
+            **gru,
             "transformer_layer_config": {
                 **nested, "model_type": "qwen3", "rope_parameters": {"rope_theta": b.theta, "rope_type": "default"},
             },
@@ -73,7 +75,10 @@ def config_of(form: str, b: Block, target_layers: int) -> dict[str, Any]:
         section["causal_head"] = True
     if form == "DSpark":
         section |= {"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0, **markov, **said}
-    name = "DSparkDraftModel" if form == "DSpark" else "DFlashDraftModel"
+    if form == "Domino":
+        section |= {"projector_type": "domino", "shift_label": b.anchor, **gru}
+        flat["emb_dim"] = b.rank
+    name = f"{form}DraftModel" if form in ("DSpark", "Domino") else "DFlashDraftModel"
     return {**flat, "architectures": [name], "auto_map": {"AutoModel": f"dflash.{name}"}, "dflash_config": section}
 
 
@@ -84,6 +89,8 @@ def tensors_of(form: str, b: Block, weights: Weights) -> Weights:
         "scores": "lm_head.weight", "w1": "markov_head.markov_w1.weight", "w2": "markov_head.markov_w2.weight",
         "gate": "markov_head.gate_proj.weight", "gate.bias": "markov_head.gate_proj.bias",
         "joint": "markov_head.joint_proj.weight", "joint.bias": "markov_head.joint_proj.bias",
+        "gru.token": "prefix_gru.weight_ih_l0", "gru.state": "prefix_gru.weight_hh_l0",
+        "inner": "embed_proj.0.weight", "outer": "embed_proj.2.weight",
         "confidence": "confidence_head.proj.weight", "confidence.bias": "confidence_head.proj.bias",
     }  # fmt: skip
     for i in range(b.layers):

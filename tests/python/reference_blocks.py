@@ -22,6 +22,8 @@ class Block:
         streams: residual streams of the target that are features: 0 is the embedding, i enters layer i.
         anchor: the first row predicts the token behind it, as every row does.
         markov: kind of the Markov head; `None` without one.
+        free: of Domino, the levels that its network does not correct; `None` of others. `rank` is its inner width.
+        state: of Domino, the width of its network's state.
     """
 
     rows: int = 5
@@ -44,6 +46,8 @@ class Block:
     own_scores: bool = False
     markov: str | None = None
     rank: int = 12
+    free: int | None = None
+    state: int = 9
     confidence: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
@@ -90,6 +94,9 @@ def random_block(b: Block, seed: int) -> Weights:
         w["gate"], w["gate.bias"] = 3 * matrix(b.rank, b.hidden + b.rank), vector(b.rank, 0.0)
     if b.markov == "rnn":
         w["joint"], w["joint.bias"] = 2 * matrix(3 * b.rank, 2 * b.rank + b.hidden), vector(3 * b.rank, 0.0)
+    if b.free is not None:
+        w["gru.token"], w["gru.state"] = matrix(3 * b.state, b.hidden), matrix(3 * b.state, b.state)
+        w["inner"], w["outer"] = matrix(b.rank, b.hidden + b.state), 3 * matrix(b.vocab, b.rank)
     if b.confidence:
         w["confidence"] = matrix(1, b.hidden + (b.rank if b.markov else 0))
         w["confidence.bias"] = vector(1, 0.0)
@@ -142,14 +149,23 @@ def logits_of(
     return (logits if b.cap is None else b.cap * (logits / b.cap).tanh()), x
 
 
-def biases_of(b: Block, weights: Weights, rows: torch.Tensor, path: Sequence[int]) -> torch.Tensor:
-    """What the Markov head adds to the logits of the level behind a path.
+def biases_of(
+    b: Block, weights: Weights, rows: torch.Tensor, path: Sequence[int], embedding: torch.Tensor
+) -> torch.Tensor:
+    """What the head's own network adds to the logits of the level behind a path.
 
     Args:
+        embedding: the target's, where the head has none.
         rows: [levels, hidden], normalised.
         path: the request's last token, then a draft token of each level before; target ids.
     """
     w = {name: value.double() for name, value in weights.items()}
+    if b.free is not None:
+        gru = torch.nn.GRU(b.hidden, b.state, bias=False, dtype=torch.float64)
+        gru.weight_ih_l0.data, gru.weight_hh_l0.data = w["gru.token"], w["gru.state"]
+        _, state = gru(w.get("embed", embedding.double())[list(path)])
+        x = torch.cat((rows[len(path) - 1], state[0]))
+        return (w["outer"] @ torch.nn.functional.silu(w["inner"] @ x)).detach() * (len(path) > b.free)
     state = torch.zeros(b.rank, dtype=torch.float64)
     made = state
     for level, token in enumerate(path):

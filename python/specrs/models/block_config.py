@@ -1,5 +1,5 @@
 """`config.json` of a head that drafts all tokens of a block in one pass: DFlash (https://arxiv.org/abs/2602.06036),
-JetSpec and DSpark.
+JetSpec, DSpark and Domino.
 
 Their keys stand beside the others or in `dflash_config`; where both have one, they must agree.
 """
@@ -34,6 +34,21 @@ _CAUSAL = ("causal", "is_causal", "causal_head")
 
 
 @dataclass(frozen=True)
+class Gru:
+    """Domino's correction (https://arxiv.org/abs/2605.29707): a recurrent network over the tokens before a level.
+
+    Attributes:
+        free: levels, from the first on, that it does not correct.
+        state: width of the network's state.
+        inner: width of what scores are made of.
+    """
+
+    free: int
+    state: int
+    inner: int
+
+
+@dataclass(frozen=True)
 class BlockConfig(FusedConfig):
     """A head that drafts a block: rows at the positions behind a request, the first of which has its last token, and
     the others a mask.
@@ -46,6 +61,7 @@ class BlockConfig(FusedConfig):
             the token at its own place.
         markov: kind of the Markov head; ``None`` without one.
         markov_rank: width of the Markov head's embeddings.
+        gru: sizes of Domino's correction; ``None`` without one.
         confidence: inputs of the confidence head, which is read and not used; ``None`` without one.
         embedding_scale: factor on embeddings.
         logit_scale: factor on logits.
@@ -58,6 +74,7 @@ class BlockConfig(FusedConfig):
     anchor: bool
     markov: Markov | None
     markov_rank: int
+    gru: Gru | None
     confidence: int | None
     embedding_scale: float
     logit_scale: float
@@ -102,11 +119,14 @@ class BlockConfig(FusedConfig):
             notes.append(
                 "sample_from_anchor is absent and taken as true, as the form is trained; vLLM takes it as false"
             )
+        draft_vocab = get.integer("draft_vocab_size", vocab_size)
+        if form.name == "Domino" and draft_vocab != vocab_size:
+            get.refuse("draft_vocab_size", draft_vocab, f"Domino corrects the scores of all {vocab_size} tokens")
         return cls(
             **vars(layer),
             num_layers=layers,
             vocab_size=vocab_size,
-            draft_vocab_size=get.integer("draft_vocab_size", vocab_size),
+            draft_vocab_size=draft_vocab,
             target_hidden_size=get.integer("target_hidden_size", layer.hidden_size),
             aux_layers=aux_layers(get),
             target_layers=target_layers(get),
@@ -116,6 +136,7 @@ class BlockConfig(FusedConfig):
             anchor=anchor,
             markov=cast(Markov, kind) if rank else None,
             markov_rank=rank,
+            gru=_gru(keys, form) if form.name == "Domino" else None,
             confidence=confidence,
             embedding_scale=keys.number("input_embedding_scale", 1.0),
             logit_scale=keys.number("output_multiplier", 1.0),
@@ -138,6 +159,12 @@ class BlockConfig(FusedConfig):
         if self.num_layers == 1:
             return (layers // 2 + 1,)
         return tuple(round(1 + i * (layers - 4) / (self.num_layers - 1)) + 1 for i in range(self.num_layers))
+
+
+def _gru(keys: Reader, form: Form) -> Gru:
+    """Read Domino's sizes; its trainers count uncorrected levels from different defaults."""
+    free = keys.integer("pure_draft_prefix_len", int(form.speculators is not None), minimum=0)
+    return Gru(free, keys.integer("gru_hidden_dim", 1024), keys.integer("emb_dim", 256))
 
 
 def _both(get: Reader, section: Mapping[str, Any]) -> Reader:

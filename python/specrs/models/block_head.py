@@ -1,4 +1,5 @@
-"""A head that drafts all tokens of a block in one pass: DFlash (https://arxiv.org/abs/2602.06036), JetSpec and DSpark.
+"""A head that drafts all tokens of a block in one pass: DFlash (https://arxiv.org/abs/2602.06036), JetSpec, DSpark and
+Domino.
 
 Keys and values of a committed position follow from the target's features of that position alone: `write` makes them, in
 all layers at once. A block's rows stand at the positions behind; the first reads the request's last token, the others a
@@ -23,8 +24,8 @@ from specrs.models.head_files import check_files, layer_kind, layer_prefix, open
 from specrs.models.layer import LayerTail, Workspace, qkv_names, stacked
 from specrs.models.llama import ROPE_SLACK, LlamaModel, check_rows
 from specrs.models.loader import Checkpoint
-from specrs.models.markov import MarkovHead
 from specrs.models.ops import KvMemory, Linear, Ops
+from specrs.models.path_heads import DominoHead, MarkovHead, PathHead
 from specrs.models.rope import rope_tables
 
 _logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class BlockHead:
         acceptance: expected acceptance of its drafts, by heat.
         aux_layers: the features' layers.
         target_ids: the token of the target's vocabulary that each of the head's stands for.
-        markov: what scores depend on beside the block; ``None`` if levels do not depend on each other.
+        path_head: what scores depend on beside the block; ``None`` if levels do not depend on each other.
     """
 
     passes: Literal["block"] = "block"
@@ -78,7 +79,11 @@ class BlockHead:
         self._work = Workspace(at, x=h, qkv=config.qkv_size, **wide)
         self._tail_work = Workspace(at, x=h, hidden=h, **wide)
         self._logits = Workspace(at.for_logits(), logits=config.draft_vocab_size)
-        self.markov = None if config.markov is None else MarkovHead(config, weights, ops)
+        self.path_head: PathHead | None = None
+        if config.markov is not None:
+            self.path_head = MarkovHead(config, weights, ops)
+        if config.gru is not None:
+            self.path_head = DominoHead(config, weights, ops, self.embedding)
         target.set_aux_layers(self.aux_layers)
 
     @classmethod
@@ -111,8 +116,8 @@ class BlockHead:
             yield f"{prefix}self_attn.qkv_proj", qkv
             yield f"{prefix}self_attn.kv_proj", kv
             yield from tail.products(prefix)
-        if self.markov is not None:
-            yield from self.markov.products()
+        if self.path_head is not None:
+            yield from self.path_head.products()
         yield "lm_head", self.lm_head
 
     def block(self, token: int, rows: int) -> list[int]:

@@ -15,8 +15,8 @@ from specrs._specrs import Plan
 from specrs.models.acceptance import Acceptance
 from specrs.models.block_config import BlockConfig
 from specrs.models.head_config import Eagle1Config, Eagle3Config
-from specrs.models.markov import MarkovHead
 from specrs.models.ops import Dense, KvMemory, Linear
+from specrs.models.path_heads import PathHead
 from specrs.models.placement import Placement
 
 
@@ -84,7 +84,7 @@ class BlockDrafter(AnyHead, Protocol):
 
     passes: Literal["block"]
     config: BlockConfig
-    markov: MarkovHead | None
+    path_head: PathHead | None
 
     def block(self, token: int, rows: int) -> list[int]:
         """The tokens of a block of so many rows behind a request whose last token is ``token``."""

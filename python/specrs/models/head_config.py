@@ -248,6 +248,7 @@ def parts(config: HeadConfig, tensors: Container[str]) -> str | None:
             (config.causal, "causal within a block"),
             (config.anchor, "the first row predicts"),
             (config.markov is not None, f"{config.markov} Markov head"),
+            (config.gru is not None, "a recurrent correction"),
             ("d2t" in tensors, "a vocabulary of its own"),
             ("embed_tokens.weight" in tensors, "embeddings of its own"),
         ]

@@ -158,6 +158,11 @@ def _check_block(config: BlockConfig, weights: Checkpoint, target: ModelConfig) 
     if config.markov == "rnn":
         expected["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + h)
         expected["markov_head.joint_proj.bias"] = (3 * rank,)
+    if (gru := config.gru) is not None:
+        expected |= {
+            "prefix_gru.weight_ih_l0": (3 * gru.state, h), "prefix_gru.weight_hh_l0": (3 * gru.state, gru.state),
+            "embed_proj.0.weight": (gru.inner, h + gru.state), "embed_proj.2.weight": (config.vocab_size, gru.inner),
+        }  # fmt: skip
     if config.confidence is not None:
         expected |= {"confidence_head.proj.weight": (1, config.confidence), "confidence_head.proj.bias": (1,)}
     _check_fc(weights, features, config.target_hidden_size)

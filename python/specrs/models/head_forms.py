@@ -85,6 +85,14 @@ FORMS = (
         heads=("yuhuili/EAGLE-LLaMA3-Instruct-8B", "yuhuili/EAGLE-Qwen2-7B-Instruct"),
     ),
     Form("EAGLE-1 or EAGLE-2", "converters for vLLM and sglang", "eagle1", _EAGLE1),
+    Form(
+        "Domino", "SpecForge", "block", ("DominoDraftModel", "DFlashDraftModel"),
+        keys={"dflash_config.projector_type": "domino"}, family=_QWEN3,
+    ),
+    Form(
+        "Domino", "speculators", "block", ("DFlashSpeculator",), keys={"projector_type": "domino"},
+        speculators="dflash", family=_QWEN3, anchor=True,
+    ),
     Form("JetSpec", "JetSpec", "block", ("DFlashDraftModel",), keys={"dflash_config.causal_head": None}, family=_QWEN3),
     Form(
         "DSpark", "SpecForge", "block", ("DSparkDraftModel", "DFlashDraftModel"),
@@ -124,10 +132,6 @@ class OtherForm:
 
 
 OTHERS = (
-    OtherForm(
-        "Domino", "corrects a block's scores by a recurrent network", ("DominoDraftModel",), None,
-        {"dflash_config.projector_type": "domino", "projector_type": "domino"}, ("prefix_gru.", "embed_proj."),
-    ),
     OtherForm(
         "DFlash2", "has convolutions and selects tokens by pairs", ("DFlash2DraftModel", "DFlash2Speculator"),
         "dflash2", {"dflash_config.selector_rank": None}, ("candidate_selector.",),
@@ -207,10 +211,11 @@ BLOCK_CONFIG: Mapping[str, tuple[Any, ...] | None] = {
         "block_size", "mask_token_id", "target_layer_ids", "causal", "is_causal", "causal_head", "sample_from_anchor",
         "shift_label", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
         "confidence_head_alpha", "num_anchors", "output_multiplier", "input_embedding_scale",
-        "final_logit_softcapping",
+        "final_logit_softcapping", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim",
     )),
-    "projector_type": ("dflash", "dspark"), "attention_mode": ("gqa",), "use_swa": (False,), "swa_window_size": (),
-    "attention_sink_bias": (False,), "attention_value_scale": (1,), "hidden_dim_adapter": (False,),
+    "projector_type": ("dflash", "dspark", "domino"), "attention_mode": ("gqa",), "use_swa": (False,),
+    "swa_window_size": (), "attention_sink_bias": (False,), "attention_value_scale": (1,),
+    "hidden_dim_adapter": (False,),
 }  # fmt: skip
 """Keys of `dflash_config`, as `EAGLE_CONFIG`. Most of them may stand beside the other keys as well (`block_config`)."""
 
@@ -222,7 +227,7 @@ BLOCK_KEYS = frozenset(
         *(key for key in BLOCK_CONFIG if key != "target_layer_ids"), "dflash_config", "sliding_window_non_causal",
         # Training, and options of other forms that speculators writes into all.
         "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma", "lambda_base_start", "lambda_base_decay_ratio", "auf",
-        "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim", "max_anchors",
+        "max_anchors",
     )
 )  # fmt: skip
 """Keys of config.json beside `READ` and `HARMLESS` that blocks have: they are read, or change nothing."""

@@ -23,7 +23,8 @@ from specrs.models.llama import LlamaModel
 from specrs.models.loader import Checkpoint, dtype_of
 from specrs.models.placement import Placement
 
-_TABLES = ("model.embed_tokens.weight", "embed_tokens.weight", *(f"markov_head.markov_w{i}.weight" for i in (1, 2)))
+_TABLES = ("model.embed_tokens.weight", "embed_tokens.weight", "markov_head.markov_w1.weight",
+           "markov_head.markov_w2.weight", "embed_proj.2.weight")  # fmt: skip
 
 
 def target_bytes(config: ModelConfig, model: ModelSource, placement: Placement) -> int:

@@ -21,6 +21,7 @@ from specrs.models import (
     DraftMismatchError,
     LlamaModel,
     ModelConfig,
+    ModelFileError,
     UnsupportedModelError,
     check_draft,
     drafted_tokens,
@@ -63,7 +64,12 @@ def section(**keys: Any) -> dict[str, Any]:
         (section(block_size=8), UnsupportedModelError, "dflash_config.block_size = 8: block_size is 5 beside dflash"),
         (section(output_multiplier=0), UnsupportedModelError, "output_multiplier = 0"),
         (section(sample_from_anchor=True, shift_label=False), UnsupportedModelError, "shift_label = False: sample"),
-        (section(projector_type="domino"), UnsupportedModelError, "projector_type = 'domino': a Domino head"),
+        (section(projector_type="domino"), ModelFileError, "prefix_gru.weight_ih_l0: missing"),
+        (section(projector_type="domino", pure_draft_prefix_len=-1), UnsupportedModelError, "prefix_len = -1"),
+        (
+            {**section(projector_type="domino"), "draft_vocab_size": 77}, UnsupportedModelError,
+            "draft_vocab_size = 77: Domino corrects the scores of all 300 tokens",
+        ),
         (section(selector_rank=256), UnsupportedModelError, "selector_rank = 256: a DFlash2 head"),
         ({"block_size": 1}, UnsupportedModelError, r"block_size = 1: must be an integer in 2\.\.=64"),
         ({"block_size": 65}, UnsupportedModelError, "block_size = 65"),
@@ -101,7 +107,9 @@ def test_a_key_that_cannot_be_honoured_is_named(
         ("DFlash", DFLASH, "hidden_norm.weight", None, "hidden_norm.weight: missing"),
         ("DFlash", DFLASH, "layers.1.self_attn.k_norm.weight", None, "layers.1.self_attn.k_norm.weight: missing"),
         ("DFlash", DFLASH, "markov_head.markov_w1.weight", (300, 8), "config.json has no use for it"),
-        ("DFlash", DFLASH, "prefix_gru.weight_ih_l0", (300, 8), "tensor prefix_gru.weight_ih_l0 = .*a Domino head"),
+        ("DFlash", DFLASH, "candidate_selector.hidden_projection.weight", (8, 64), "candidate.* = .*a DFlash2 head"),
+        ("Domino", replace(DFLASH, free=1), "embed_proj.2.weight", (300, 8), r"embed_proj.2.weight: .*\[300, 8\]"),
+        ("DFlash", DFLASH, "prefix_gru.weight_ih_l0", (300, 8), "config.json has no use for it"),
         ("DFlash", DFLASH, "something.weight", (2,), "config.json has no use for it"),
     ],
 )  # fmt: skip
@@ -183,7 +191,7 @@ _SPECFORGE: dict[str, tuple[dict[str, Any], str]] = {
                 "pure_draft_prefix_len": 1, "emb_dim": 256, "gru_hidden_dim": 1024, "shift_label": True,
             },
         },
-        "dflash_config.projector_type",
+        "Domino",
     ),
 }  # fmt: skip
 _USUAL: dict[str, Any] = {
@@ -212,7 +220,8 @@ def test_a_published_configuration_is_read_or_refused_by_a_key(name: str) -> Non
 
 def test_forms_of_one_name_are_told_apart_by_keys() -> None:
     for keys, name in (({}, "DFlash"), ({"causal_head": True}, "JetSpec"), ({"causal_head": False}, "DFlash"),
-                       ({"projector_type": "dspark"}, "DSpark"), ({"projector_type": "dflash"}, "DFlash")):  # fmt: skip
+                       ({"projector_type": "dspark"}, "DSpark"), ({"projector_type": "dflash"}, "DFlash"),
+                       ({"projector_type": "domino"}, "Domino")):  # fmt: skip
         assert form_of({"architectures": ["DFlashDraftModel"], **section(**keys)}).name == name
 
 
@@ -226,7 +235,8 @@ def test_layers_that_no_key_names_are_the_authors_own() -> None:
 @pytest.mark.parametrize(
     ("form", "b"),
     [("DFlash", DFLASH), ("speculators", replace(DSPARK, draft_vocab=77, own_embedding=True)),
-     ("DeepSpec", replace(DFLASH, anchor=True, markov="rnn", biases=True, own_scores=True))],
+     ("DeepSpec", replace(DFLASH, anchor=True, markov="rnn", biases=True, own_scores=True)),
+     ("Domino", replace(DFLASH, free=1))],
 )  # fmt: skip
 def test_memory_of_a_head_is_counted(tmp_path: Path, form: str, b: Block) -> None:
     _, directory, tensors = head(tmp_path, form, b)
@@ -237,6 +247,8 @@ def test_memory_of_a_head_is_counted(tmp_path: Path, form: str, b: Block) -> Non
     products = [product for name, product in made.products() if own or name != "lm_head"]
     packed = 4 * sum(product.out_features * product.in_features for product in products)
     vectors = sum(t.nbytes for n, t in tensors.items() if t.dim() == 1 and t.is_floating_point() and "confid" not in n)
-    tables = sum(t.nbytes for n, t in tensors.items() if n.startswith("embed") or "markov_w" in n)
+    tables = sum(
+        t.nbytes for n, t in tensors.items() if n.startswith(("embed_tokens", "embed_proj.2")) or "markov_w" in n
+    )
     ids = 8 * (b.draft_vocab or 0)
     assert head_bytes(made.config, directory, HOST) == packed + vectors + tables + ids

@@ -51,6 +51,9 @@ FORMS: dict[str, tuple[str, Block]] = {
         "DeepSpec",
         replace(PLAIN, anchor=True, markov="rnn", rows=7, own_embedding=True, own_scores=True),
     ),
+    "Domino": ("Domino", replace(PLAIN, free=1, anchor=True)),
+    "Domino, filling in": ("Domino", replace(PLAIN, free=0, rows=7)),
+    "Domino of speculators": ("speculators", replace(PLAIN, free=2, anchor=True, own_embedding=True)),
     "DeepSpec without Markov": ("DeepSpec", replace(PLAIN, anchor=True, rows=1)),
 }
 
@@ -173,11 +176,11 @@ def test_a_block_has_the_same_bits_whatever_the_batch_the_pages_and_the_chunks(t
             assert torch.equal(again, one), "a block that was not accepted leaves no trace"
 
 
-@pytest.mark.parametrize("name", ["DSpark", "DSpark, gated", "DSpark of speculators", "DSpark of DeepSpec"])
-def test_the_markov_head_gives_the_trained_biases(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", [name for name, (_, b) in FORMS.items() if b.markov or b.free is not None])
+def test_what_depends_on_the_path_gives_the_trained_biases(tmp_path: Path, name: str) -> None:
     driven = Driven(tmp_path, ops_for(), name)
-    b, markov = driven.block, driven.head.markov
-    assert markov is not None
+    b, path_head = driven.block, driven.head.path_head
+    assert path_head is not None
     contexts = [driven.begin(random_tokens(n, seed=n)) for n in (5, 9)]
     _, hidden = driven.draft([seq for seq, _ in contexts], [5, 9], [3, 4])
     rows = hidden.view(2, b.depth, -1)
@@ -187,10 +190,10 @@ def test_the_markov_head_gives_the_trained_biases(tmp_path: Path, name: str) -> 
     for level in range(b.depth):
         tokens = torch.tensor([[path[-1] for path in each] for each in paths])
         ids = torch.randint(b.draft_vocab or b.vocab, (2, 9), generator=generator)
-        got, state = markov.bias(tokens, rows[:, level], ids, state, parents)
+        got, state = path_head.bias(level, tokens, rows[:, level], ids, state, parents)
         for i, each in enumerate(paths):
             for j, path in enumerate(each):
-                want = reference_blocks.biases_of(b, driven.weights, rows[i].double(), path)
+                want = reference_blocks.biases_of(b, driven.weights, rows[i].double(), path, driven.tables[0])
                 close(got[i, j], want[ids[i]])
         parents = torch.randint(len(paths[0]), (2, 3), generator=generator)
         drawn = torch.randint(b.vocab, (2, 3), generator=generator).tolist()

@@ -34,8 +34,6 @@ _LAYER = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 5, "num
 _BLOCK = {**_LAYER, "architectures": ["DFlashDraftModel"], "block_size": 16, "num_target_layers": 36}
 PUBLISHED = {  # config.json as trainers write them, shortened
     "DFlash2": {**_BLOCK, "architectures": ["DFlash2DraftModel"], "dflash_config": {"selector_rank": 256}},
-    "Domino": {**_BLOCK, "architectures": ["DominoDraftModel"], "dflash_config": {"projector_type": "domino"}},
-    "Domino, by its key": {**_BLOCK, "dflash_config": {"projector_type": "domino", "emb_dim": 256}},
     "DSpark for Gemma 4": {**_LAYER, "architectures": ["Gemma4DSparkModel"], "markov_rank": 256, "block_size": 7},
     "DSpark for DeepSeek V4": {**_LAYER, "architectures": ["DeepseekV4DSparkModel"], "block_size": 7},
     "DFlare": {**_BLOCK, "architectures": ["QwenDFlareDraftModel"], "dflash_config": {"mask_token_id": 7}},

@@ -20,7 +20,7 @@ from specrs.models.features import gather
 from specrs.models.head import AnyHead, BlockDrafter, StepDrafter
 from specrs.models.ops import KvMemory
 
-_CANDIDATES = 32  # likeliest tokens of a level that a Markov head scores behind each prefix
+_CANDIDATES = 32  # likeliest tokens of a level that are scored behind each prefix
 
 
 class HostBlocks(KeptInputs):
@@ -58,9 +58,9 @@ class HostBlocks(KeptInputs):
         ]
         logits, hidden = self._run(batch, rows, levels)
         heats, roots = _heats(batch), [r.tokens[-1] for r in batch]
-        width = self._width if self.head.markov is None else max(_CANDIDATES, self._width)
+        width = self._width if self.head.path_head is None else max(_CANDIDATES, self._width)
         lists = _lists(self.head, logits, levels, heats, width)
-        if self.head.markov is not None:
+        if self.head.path_head is not None:
             self._walk(lists, roots, levels, hidden, heats)
         faults = [(error, batch.lens[error.request]) for error in lists.faults]
         return HostDrafted(lists.trees(roots, self._nodes), max(levels, default=0), faults)
@@ -87,9 +87,9 @@ class HostBlocks(KeptInputs):
         self, lists: core.DraftLists, roots: list[int], levels: Sequence[int], hidden: torch.Tensor,
         heats: Sequence[float],
     ) -> None:  # fmt: skip
-        """Let each level's lists depend on the path, by the Markov head."""
-        markov = self.head.markov
-        assert markov is not None
+        """Let each level's lists depend on the path, by the head's own network."""
+        path_head = self.head.path_head
+        assert path_head is not None
         some = lists.begin(roots, self._width)
         if not some:
             return
@@ -99,7 +99,7 @@ class HostBlocks(KeptInputs):
         for level in range(max(levels[i] for i in some)):
             at = torch.tensor([starts[i] + min(level, levels[i] - 1) for i in some])
             tokens, parents = (from_dlpack(a).long() for a in (lists.tokens, lists.parents))
-            bias, state = markov.bias(tokens, hidden[at], ids[at], state, parents)
+            bias, state = path_head.bias(level, tokens, hidden[at], ids[at], state, parents)
             lists.advance((bias * heat).contiguous())
 
 
