@@ -1056,8 +1056,8 @@ class DraftLists:
 
     `logits` are float32 [rows, draft vocabulary]: `levels[i]` rows of request i, which may be none. `width` tokens of
     each are listed, or as many as there are; `target_ids` (int64 [draft vocabulary]) are these in the target's
-    vocabulary, `None` where both share one. A request with a row that has no distribution (NaN, +inf, no finite value)
-    is one of `faults` and gets only its root.
+    vocabulary, `None` where both share one. A request with a row that has no distribution (NaN, +inf, no finite value),
+    or with a bias that is not finite, is one of `faults` and gets only its root.
     """
 
     def __new__(

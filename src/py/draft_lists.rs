@@ -16,8 +16,8 @@ use crate::host::select::TopK;
 ///
 /// `logits` are float32 [rows, draft vocabulary]: `levels[i]` rows of request i, which may be none. `width` tokens of
 /// each are listed, or as many as there are; `target_ids` (int64 [draft vocabulary]) are these in the target's
-/// vocabulary, `None` where both share one. A request with a row that has no distribution (NaN, +inf, no finite value) is
-/// one of `faults` and gets only its root.
+/// vocabulary, `None` where both share one. A request with a row that has no distribution (NaN, +inf, no finite value), or
+/// with a bias that is not finite, is one of `faults` and gets only its root.
 #[pyclass(frozen, module = "specrs._specrs")]
 pub(super) struct DraftLists {
     ids: Vec<u32>,
@@ -36,6 +36,8 @@ struct Beams {
     /// One of each request that has levels.
     each: Vec<(usize, ListBeams)>,
     level: u32,
+    /// Requests whose biases were no numbers.
+    faults: Vec<Error>,
 }
 
 impl Beams {
@@ -58,10 +60,6 @@ impl DraftLists {
         Lists { tokens: &self.tokens[range.clone()], log_probs: &self.log_probs[range], width: self.width }
     }
 
-    fn is_faulty(&self, i: usize) -> bool {
-        self.faults.iter().any(|fault| matches!(fault, Error::NonFinite { request, .. } if *request == i as i64))
-    }
-
     /// The array of a number of each beam's row, padded with 0.
     fn rows_of(&self, number: impl Fn(&ListBeams) -> Vec<i32>) -> PyResult<Array> {
         let state = self.beams();
@@ -72,6 +70,11 @@ impl DraftLists {
         }
         Ok(Array::new(&all, &[beams.each.len(), beams.rows()])?)
     }
+}
+
+/// True if one of `faults` is of request `i`.
+fn is_faulty(faults: &[Error], i: usize) -> bool {
+    faults.iter().any(|fault| matches!(fault, Error::NonFinite { request, .. } if *request == i as i64))
 }
 
 fn not_begun() -> Error {
@@ -150,7 +153,8 @@ impl DraftLists {
     /// `index` into the logits.
     #[getter]
     fn faults(&self) -> Vec<PyErr> {
-        self.faults.iter().cloned().map(PyErr::from).collect()
+        let later = self.beams().as_ref().map_or(Vec::new(), |beams| beams.faults.clone());
+        self.faults.iter().cloned().chain(later).map(PyErr::from).collect()
     }
 
     /// Begin beams below the tokens `roots`, one of each request: of up to `width` prefixes a request, by which `advance`
@@ -159,9 +163,9 @@ impl DraftLists {
     fn begin(&self, roots: Vec<Int>, width: Int) -> PyResult<Vec<usize>> {
         same_len("roots", roots.len(), "the batch", self.levels.len())?;
         let (roots, width) = (i32s("root token", &roots)?, width.usize("width")?);
-        let able = |i: &usize| self.levels[*i] > 0 && !self.is_faulty(*i);
+        let able = |i: &usize| self.levels[*i] > 0 && !is_faulty(&self.faults, *i);
         let each = (0..roots.len()).filter(able).map(|i| Ok((i, ListBeams::new(roots[i], width)?)));
-        let beams = Beams { width, each: each.collect::<Result<_>>()?, level: 0 };
+        let beams = Beams { width, each: each.collect::<Result<_>>()?, level: 0, faults: Vec::new() };
         let places = beams.each.iter().map(|one| one.0).collect();
         *self.beams() = Some(beams);
         Ok(places)
@@ -191,10 +195,19 @@ impl DraftLists {
         let bias = bias.input::<f32>(&[beams.each.len(), rows, self.width])?;
         detached(py, || {
             for ((i, one), bias) in beams.each.iter_mut().zip(bias.chunks_exact(rows * self.width)) {
-                if level < self.levels[*i] {
-                    let there = one.tokens().len();
-                    one.advance(self.lists(*i, Some(level)), &bias[..there * self.width])?;
+                if level >= self.levels[*i] || is_faulty(&beams.faults, *i) {
+                    continue;
                 }
+                let there = one.tokens().len();
+                let bias = &bias[..there * self.width];
+                if let Some(at) = bias.iter().position(|b| !b.is_finite()) {
+                    let value = if bias[at].is_nan() { "NaN" } else { "infinite" };
+                    let (request, row) = (*i as i64, i64::from(level));
+                    let what = "draft bias";
+                    beams.faults.push(Error::NonFinite { what, value, request, row, position: -1, index: at as i64 });
+                    continue;
+                }
+                one.advance(self.lists(*i, Some(level)), bias)?;
             }
             beams.level += 1;
             Ok(())
@@ -225,13 +238,16 @@ impl DraftLists {
         detached(py, || {
             let state = self.beams();
             let tree = |(i, &root): (usize, &i32)| -> Result<MergedDrafts> {
+                let later = state.as_ref().map_or(&[][..], |beams| &beams.faults);
+                let faulty = is_faulty(&self.faults, i) || is_faulty(later, i);
                 if let Some(beams) = &*state
+                    && !faulty
                     && let Ok(at) = beams.each.binary_search_by_key(&i, |one| one.0)
                 {
                     return beams.each[at].1.tree(limits);
                 }
                 let none = Lists { tokens: &[], log_probs: &[], width: self.width };
-                list_tree(root, if self.is_faulty(i) { none } else { self.lists(i, None) }, limits)
+                list_tree(root, if faulty { none } else { self.lists(i, None) }, limits)
             };
             let trees = roots.iter().enumerate().map(tree).collect::<Result<Vec<_>>>()?;
             merged_trees(&trees.iter().collect::<Vec<_>>())

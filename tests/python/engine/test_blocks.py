@@ -242,7 +242,8 @@ def weights_of(pair: Pair, form: str, b: Block) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "tensor"),
     [("DFlash", "layers.1.mlp.down_proj.weight"), ("DFlash", "layers.1.self_attn.v_proj.weight"),
-     ("DFlash", "norm.weight"), ("P-EAGLE", "layers.1.mlp.down_proj.weight"), ("P-EAGLE", "mask_hidden")],
+     ("DFlash", "norm.weight"), ("P-EAGLE", "layers.1.mlp.down_proj.weight"), ("P-EAGLE", "mask_hidden"),
+     ("DSpark", "logit_head.markov_head.markov_w2.weight")],
 )  # fmt: skip
 @pytest.mark.parametrize("tree", [None, (3, 4, 9)])
 def test_a_head_that_gives_nan_costs_its_drafts_alone(tmp_path: Path, name: str, tensor: str, tree: Any) -> None:
@@ -255,6 +256,13 @@ def test_a_head_that_gives_nan_costs_its_drafts_alone(tmp_path: Path, name: str,
     outputs = check(LLM(pair.target, pair.draft, tree=tree), prompts, params, want)
     assert tree is None or any(out.draft_error is not None for out in outputs)
     assert sum(out.proposed for out in outputs) == 0
+
+
+def test_a_temperature_near_0_loses_no_drafts(dflash: Pair) -> None:
+    prompts = [[1, 2, 3], [4, 5, 6]]
+    params = [SamplingParams(max_tokens=12, ignore_eos=True, temperature=t, seed=1) for t in (1e-30, 1e-4)]
+    for out in check(LLM(dflash.target, dflash.draft, tree=(3, 4, 9)), prompts, params, plain(dflash, prompts, params)):
+        assert out.draft_error is None and out.proposed > 0
 
 
 def test_a_head_that_scores_all_tokens_alike_changes_nothing(tmp_path: Path) -> None:

@@ -149,8 +149,9 @@ class HostMasks(KeptInputs):
 
 
 def _heats(batch: Batch) -> list[float]:
-    """The factor on each request's scores: drafts of a sampled token are accepted as it is drawn."""
-    return [1 / r.params.temperature if r.params.temperature > 0 else 1.0 for r in batch]
+    """The factor on each request's scores: drafts of a sampled token are accepted as it is drawn. Scores stay finite at
+    any temperature."""
+    return [1 / max(r.params.temperature, 1e-3) if r.params.temperature > 0 else 1.0 for r in batch]
 
 
 def _lists(
