@@ -37,7 +37,7 @@ import specrs.engine.rounds.runner as runner_module
 from common import commit, versions
 from gate_texts import KINDS
 from specrs import LLM, SamplingParams, assets
-from specrs.engine.devices.host import Entries
+from specrs.engine.devices.head_inputs import Entries
 from specrs.engine.drafting.chooser import Kind, TreePolicy
 from specrs.engine.drafting.levels import costs_of_rounds
 from specrs.models.acceptance import read_acceptance

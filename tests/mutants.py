@@ -30,6 +30,7 @@ PYTHON = {  # prefixes of filters for pytest, and the files that they are for
     "drafts": "tests/python/engine/test_drafts.py",
     "text": "tests/python/engine/test_output_text.py",
     "trained": "tests/python/train/test_head.py",
+    "blocks": "tests/python/models/test_block_heads.py",
 }
 
 
@@ -91,6 +92,18 @@ MUTANTS = [
     Mutant("quiet", "quiet", "the head's results are borrowed for ever", "python/specrs/engine/devices/host.py",
            "if request.head.root is root:", "if False:",
            "drafts:join_and_leave"),
+    Mutant("quiet", "quiet", "a block's first row predicts where it does not", "python/specrs/models/block_config.py",
+           'form.anchor)', 'not form.anchor)', "blocks:trained"),
+    Mutant("quiet", "quiet", "outputs of layers are taken for inputs", "python/specrs/models/head_forms.py",
+           '("target_layer_ids", "dflash_config", 1)', '("target_layer_ids", "dflash_config", 0)', "blocks:trained"),
+    Mutant("quiet", "quiet", "a block's context is not normalised", "python/specrs/models/block_head.py",
+           'self.dense.rms_norm(w["x"], self._context_norm, self._eps, w["n"])', 'w["n"].copy_(w["x"])',
+           "blocks:trained"),
+    Mutant("quiet", "quiet", "masks are fed as the last token", "python/specrs/models/block_head.py",
+           "return [token] + [self.config.mask_token]", "return [token] + [token]", "blocks:trained"),
+    Mutant("quiet", "quiet", "the Markov head's states do not follow the beams", "python/specrs/models/path_heads.py",
+           "state.take_along_dim(parents[:, :, None], 1)", "state.take_along_dim(0 * parents[:, :, None], 1)",
+           "blocks:biases"),
     Mutant("quiet", "quiet", "the detokenizer knows no prompt", "python/specrs/engine/request/decoding.py",
            "for token in self._end_of(prompt):", "for token in ():", "text:behind_a_prompt"),
     Mutant("quiet", "quiet", "a chain in training sees keys of its own text", "python/specrs/train/eagle3.py",

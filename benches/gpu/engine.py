@@ -60,7 +60,7 @@ from specrs.measuring.rounds import (
     written,
 )
 from specrs.measuring.shapes import SHAPES, RandomCheckpoint, draw_weights, shape_config
-from specrs.models import Eagle3Head, ModelConfig
+from specrs.models import ModelConfig, check_draft
 
 LLAMA = {key: value for key, value in SHAPES["llama-3.1-8b"].items() if key != "num_hidden_layers"}
 BANDWIDTH = 4.3e12  # bytes a second that goal 10 takes an H200's memory to give
@@ -139,7 +139,7 @@ def floors(models_: tuple[Path, Path], batch: int, context: int, levels: int) ->
     ``tree_as_run``: with as many as the engine runs, a level less of draft steps and the pass over what was accepted.
     """
     sizes = ModelConfig.from_directory(models_[0])
-    reads = Reads.of(sizes, Head(*Eagle3Head.check(models_[1], sizes)))
+    reads = Reads.of(sizes, Head(*check_draft(models_[1], sizes)))
     read = {
         "plain": reads.plain(batch, context), "tree": reads.tree(batch, context, levels + 1),
         "tree_as_run": reads.tree(batch, context, levels),

@@ -47,7 +47,7 @@ from specrs.measuring.kernels import attach, kernels, reason
 from specrs.measuring.machine import driver
 from specrs.measuring.rounds import Steady, random_prompts, rounds
 from specrs.measuring.shapes import directories, random_weights, shape_config
-from specrs.models import Eagle3Head, ModelConfig
+from specrs.models import ModelConfig, check_draft
 
 WORKER = Path(__file__).with_name("peer_sglang") / "worker.py"
 KINDS: dict[str, Tree | None] = {"plain": None, "tree": (8, 6, 64), "chain": (1, 7, 8)}
@@ -221,7 +221,7 @@ def reads_of(layers: int) -> Reads:
     with tempfile.TemporaryDirectory() as folder, random_weights():
         target, draft = directories(Path(folder), shape_config("llama-3.1-8b", layers))
         sizes = ModelConfig.from_directory(target)
-        return Reads.of(sizes, Head(*Eagle3Head.check(draft, sizes)))
+        return Reads.of(sizes, Head(*check_draft(draft, sizes)))
 
 
 def table(parts: list[dict[str, Any]], reads: Reads) -> list[dict[str, Any]]:

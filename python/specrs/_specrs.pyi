@@ -577,6 +577,12 @@ class Plan:
         `"native"`.
         """
 
+    def attending_block(self) -> Plan:
+        """Returns the same plan, except that each query attends all queries of its request, those behind it included:
+        the plan of a block that is not causal. It must be of an `extend` in format `"native"`, with at most 64 queries
+        of a request.
+        """
+
     @property
     def whole(self) -> bool:
         """True if the plan's requests attend all of their positions (see `attending_from`)."""
@@ -1043,6 +1049,76 @@ class _Proposal(Protocol):
     def probs(self) -> _List[float]: ...
     @property
     def buckets(self) -> _List[SupportsIndex] | None: ...
+
+@final
+class DraftLists:
+    """The likeliest tokens of each level of a batch's blocks, best first, with their log-probabilities.
+
+    `logits` are float32 [rows, draft vocabulary]: `levels[i]` rows of request i, which may be none. `width` tokens of
+    each are listed, or as many as there are; `target_ids` (int64 [draft vocabulary]) are these in the target's
+    vocabulary, `None` where both share one. A request with a row that has no distribution (NaN, +inf, no finite value),
+    or with a bias that is not finite, is one of `faults` and gets only its root.
+    """
+
+    def __new__(
+        cls,
+        logits: _Tensor,
+        levels: _List[SupportsIndex],
+        width: SupportsIndex,
+        target_ids: _Tensor | None = None,
+    ) -> Self: ...
+    @property
+    def width(self) -> int:
+        """Tokens of a level."""
+
+    @property
+    def ids(self) -> Array:
+        """Listed tokens in the draft's vocabulary, int32 [rows, width]."""
+
+    @property
+    def log_probs(self) -> Array:
+        """Their log-probabilities, float32 [rows, width]."""
+
+    @property
+    def faults(self) -> list[NonFiniteError]:
+        """A `NonFiniteError` for each request that has no drafts, with `request` (its place in the batch), and `row`
+        and `index` into the logits.
+        """
+
+    def begin(self, roots: _List[SupportsIndex], width: SupportsIndex) -> list[int]:
+        """Begin beams below the tokens `roots`, one of each request: of up to `width` prefixes a request, by which
+        `advance` makes the lists of a level depend on the path. Those with levels and without a fault have beams;
+        returns their places.
+        """
+
+    @property
+    def tokens(self) -> Array:
+        """Token of each beam, int32 [requests with beams, width]; the root alone before the first level. 0 where there
+        are fewer beams.
+        """
+
+    @property
+    def parents(self) -> Array:
+        """Place of each beam's parent among the beams of the level before, as `tokens` has them."""
+
+    def advance(self, bias: _Tensor) -> None:
+        """Go one level on. `bias` is what each listed token's log-probability changes by behind each beam, float32
+        [requests with beams, beams of `tokens`, width of the lists]; that of beams that are not there does not count,
+        nor that of requests without another level.
+        """
+
+    def trees(
+        self,
+        roots: _List[SupportsIndex],
+        nodes: SupportsIndex,
+        *,
+        off_spine: SupportsIndex = 8,
+        min_score: float | None = None,
+    ) -> TreeBatch:
+        """The best trees below the tokens `roots`, of at most `nodes` nodes each, root included: of the lists, or of
+        the beams if they have begun. The deepest path stands first, and no path has more than `off_spine` nodes off it;
+        nodes of a score below `min_score` are left out.
+        """
 
 @final
 class DraftProposal:

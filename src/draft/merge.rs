@@ -44,7 +44,7 @@ impl MergeLimits {
         Self { nodes, depth, off_spine: 8, min_score: f32::NEG_INFINITY }
     }
 
-    fn check(self) -> Result<()> {
+    pub(super) fn check(self) -> Result<()> {
         in_range("nodes", self.nodes, 1, MAX_DRAFT_TOKENS.into())?;
         in_range("depth", self.depth, 0, MAX_DRAFT_TOKENS.into())?;
         in_range("off_spine", self.off_spine, 1, MAX_DRAFT_TOKENS.into())?;
@@ -175,6 +175,21 @@ fn union(root: u32, sources: &[&Proposal], calibration: Option<&Calibration>) ->
 }
 
 impl MergedDrafts {
+    /// A tree of a root alone.
+    pub(super) fn of_root(token: i32) -> Self {
+        let mut tree = Self { spine: 1, ..Self::default() };
+        tree.push_scored(token, -1, 0.0);
+        tree
+    }
+
+    /// Append a node that no source claims, with its cumulative log-probability.
+    pub(super) fn push_scored(&mut self, token: i32, parent: i32, score: f32) {
+        self.tokens.push(token);
+        self.parents.push(parent);
+        self.scores.push(score);
+        self.sources.push(0);
+    }
+
     /// Parent of each node; -1 for the root, node 0.
     pub fn parents(&self) -> &[i32] {
         &self.parents
@@ -268,7 +283,7 @@ impl MergedDrafts {
     }
 
     /// The best nodes within the limits, numbered spine first.
-    fn chosen(&self, limits: MergeLimits) -> Self {
+    pub(super) fn chosen(&self, limits: MergeLimits) -> Self {
         let children = Children::of(&self.parents);
         let mut order = self.best_first(&children, limits, None);
         let spine = self.spine_of(&order);
@@ -313,7 +328,7 @@ impl MergedDrafts {
     }
 
     /// The deepest path of some nodes, best first; among equally deep ones, the path whose end scores higher.
-    fn spine_of(&self, order: &[u32]) -> Vec<u32> {
+    pub(super) fn spine_of(&self, order: &[u32]) -> Vec<u32> {
         let mut depth = vec![0u32; self.len()];
         let mut end = 0;
         for &node in order {
@@ -334,7 +349,7 @@ impl MergedDrafts {
     }
 
     /// Most nodes that a path has off the spine.
-    fn farthest(&self, order: &[u32], spine: &[u32]) -> u32 {
+    pub(super) fn farthest(&self, order: &[u32], spine: &[u32]) -> u32 {
         let mut off = vec![0u32; self.len()];
         let mut on_spine = vec![false; self.len()];
         spine.iter().for_each(|&n| on_spine[n as usize] = true);
@@ -345,7 +360,7 @@ impl MergedDrafts {
     }
 
     /// The nodes of `order`, those of the spine first.
-    fn numbered(&self, order: &[u32], mut spine: Vec<u32>) -> Self {
+    pub(super) fn numbered(&self, order: &[u32], mut spine: Vec<u32>) -> Self {
         const NONE: u32 = u32::MAX;
         let mut number = vec![NONE; self.len()];
         // Nodes that a second pass took behind the spine's end belong to the spine.

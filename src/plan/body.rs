@@ -1,7 +1,7 @@
 //! [`Plan`]: the row positions and slots that one step of a batch writes and attends to.
 
 use crate::bounds::PageSize;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, in_range};
 use crate::plan::Phase;
 use crate::plan::buf::Buf;
 use crate::pool::Tables;
@@ -206,6 +206,25 @@ impl Plan {
     /// Words per query; 0 for a causal plan.
     pub fn mask_words(&self) -> u32 {
         self.mask_words
+    }
+
+    /// A mask word for each query of an extend, under which it attends all queries of its request, those behind it
+    /// included: `[queries]`, 0 for a dead query.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for another phase; [`Error::OutOfRange`] for a request of more than 64 queries.
+    pub fn block_masks(&self) -> Result<Vec<u64>> {
+        if self.phase != Phase::Extend {
+            let why = "blocks are planned as an extend".into();
+            return Err(Error::Invalid { what: "plan of a block", got: self.phase.name().into(), why });
+        }
+        let mut words = vec![0; self.queries()];
+        for request in self.qo_indptr().windows(2) {
+            let (first, end) = (request[0] as usize, request[1] as usize);
+            in_range("queries of a block", (end - first) as u64, 0, 64)?;
+            words[first..end].fill(u64::MAX.checked_shr(64 - (end - first) as u32).unwrap_or(0));
+        }
+        Ok(words)
     }
 
     /// Refuse the plan over another pool, if a row's pages have changed or its lease has ended since it was made, and if

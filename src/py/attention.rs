@@ -17,14 +17,15 @@ use crate::plan::AuditedPlan;
 use crate::pool::Tables;
 
 /// The plan in the form that the kernels take.
-fn view<'a>(p: &'a AuditedPlan, first_pages: &'a [u32], tables: &Tables<'a>) -> Result<AttnView<'a>> {
+fn view<'a>(p: &'a AuditedPlan, plan: &'a Plan, tables: &Tables<'a>) -> Result<AttnView<'a>> {
     p.check_rows(tables)?;
+    let (mask, mask_words) = plan.masks();
     Ok(AttnView {
         qo_indptr: p.qo_indptr(),
         prefix_lens: p.prefix_lens(),
-        first_pages,
-        mask: p.mask(),
-        mask_words: p.mask_words() as usize,
+        first_pages: &plan.first_pages,
+        mask,
+        mask_words,
         rows: bytemuck::cast_slice(p.rows()), // a dead row, -1, becomes one that the kernel refuses
         table: tables.table(),
         row_pages: tables.row_pages() as usize,
@@ -63,7 +64,7 @@ fn attend(
         let tensor = live.read();
         let out = out.slice(&shape)?;
         let kv = cache.view(&tensor)?;
-        plan.pool.with_tables(|t| run(&kv, layer, &view(&native, &plan.first_pages, &t)?, qs, heads, scores, out))?
+        plan.pool.with_tables(|t| run(&kv, layer, &view(&native, plan, &t)?, qs, heads, scores, out))?
     })
 }
 
@@ -189,7 +190,7 @@ pub(super) fn rope_attention(
             rope::rope_attention(
                 &mut kv,
                 layer,
-                &view(&native, &plan.first_pages, &t)?,
+                &view(&native, plan, &t)?,
                 rows,
                 heads,
                 &norms.rotary(table),
@@ -231,7 +232,7 @@ pub(super) fn rope_write(
         let mut tensor = live.write();
         let mut cache = cache.view_mut(&mut tensor)?;
         plan.pool.with_tables(|t| {
-            rope::rope_write(&mut cache, layer, &view(&native, &plan.first_pages, &t)?, rows, &norms.rotary(table))
+            rope::rope_write(&mut cache, layer, &view(&native, plan, &t)?, rows, &norms.rotary(table))
         })?
     })
 }

@@ -18,6 +18,7 @@
 //! | `round_end` | the end of a round as the host computes it |
 //! | `revert` | the registry of historical faults |
 //! | `certify` | proofs of a configuration, as dictionaries |
+//! | `draft_lists` | lists of a block drafter's levels, and the trees of them |
 //! | `draft_merge` | proposals of drafters, their union in one tree, their calibration |
 //! | `draft_nodes` | choice of the nodes of merged trees by their worth |
 //! | `drafts` | sources of drafts: a request's text, recycled tokens, a corpus |
@@ -40,6 +41,7 @@ mod cuda;
 mod cuda;
 mod device;
 mod dlpack;
+mod draft_lists;
 mod draft_merge;
 mod draft_nodes;
 mod drafts;
@@ -71,6 +73,8 @@ mod _specrs {
     use super::device::{cuda_available, cuda_unavailable_reason};
     #[pymodule_export]
     use super::dlpack::{Array, as_array};
+    #[pymodule_export]
+    use super::draft_lists::DraftLists;
     #[pymodule_export]
     use super::draft_merge::{DraftCalibration, DraftProposal, MergedDrafts, merge_drafts};
     #[pymodule_export]

@@ -9,6 +9,7 @@ use super::arg::{Int, check_entries, detached, i32s, same_len, u32s};
 use super::dlpack::{Array, Call, Tensor};
 use super::draft_merge::MergedDrafts;
 use super::geometry::TreeShape;
+use crate::draft;
 use crate::error::Result;
 use crate::host::select;
 use crate::round;
@@ -49,13 +50,7 @@ impl TreeBatch {
     #[staticmethod]
     fn from_drafts(py: Python<'_>, drafts: Vec<Py<MergedDrafts>>) -> PyResult<Self> {
         let each: Vec<_> = drafts.iter().map(|d| &d.get().0).collect();
-        detached(py, || {
-            let parents: Vec<_> = each.iter().map(|d| d.parents()).collect();
-            let tokens: Vec<_> = each.iter().map(|d| d.tokens()).collect();
-            let scores: Vec<_> = each.iter().map(|d| d.scores()).collect();
-            round::TreeBatch::from_scored(&parents, &tokens, &scores)
-        })
-        .map(Self)
+        detached(py, || merged_trees(&each)).map(Self)
     }
 
     /// Trees from the arrays of a device, on the host: int32 `offsets` [B + 1], int32 `tokens` and `parents` and
@@ -113,6 +108,14 @@ impl TreeBatch {
     fn __repr__(&self) -> String {
         format!("TreeBatch(sizes={:?})", self.sizes())
     }
+}
+
+/// The trees of merged drafts, with their scores.
+pub(super) fn merged_trees(each: &[&draft::MergedDrafts]) -> Result<round::TreeBatch> {
+    let parents: Vec<_> = each.iter().map(|d| d.parents()).collect();
+    let tokens: Vec<_> = each.iter().map(|d| d.tokens()).collect();
+    let scores: Vec<_> = each.iter().map(|d| d.scores()).collect();
+    round::TreeBatch::from_scored(&parents, &tokens, &scores)
 }
 
 /// Candidates and beams of a batch while the draft model runs: made once, for rounds of up to `max_batch` requests.

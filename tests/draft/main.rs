@@ -6,6 +6,7 @@ mod common;
 
 mod automaton;
 mod corpus;
+mod lists;
 mod memory;
 mod merge;
 mod recycle;

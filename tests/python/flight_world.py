@@ -23,7 +23,8 @@ from reference_unite import Scored, unite
 from specrs import LLM
 from specrs import _specrs as core
 from specrs.engine import llm as engine
-from specrs.engine.devices.host import Entries, HostDrafts, HostExecutor, Root, begun, likeliest
+from specrs.engine.devices.head_inputs import Entries, begun
+from specrs.engine.devices.host import HostDrafts, HostExecutor, Root, likeliest
 from specrs.engine.drafting.chooser import Kind, TreePolicy
 from specrs.engine.drafting.costs import PassCost
 from specrs.engine.drafting.levels import most_nodes, united_levels

@@ -34,6 +34,11 @@ def config_of(form: str, sizes: Sizes, target_layers: int) -> dict[str, Any]:
     }
     outputs = [stream - 1 for stream in sizes.streams]
     kinds = ["full_attention"] * sizes.layers
+    if form == "P-EAGLE of speculators":
+        raw = config_of("speculators", sizes, target_layers)
+        methods = [{"proposal_type": "greedy", "speculative_tokens": sizes.levels}]
+        return {**raw, "architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle",
+                "mask_token_id": sizes.mask, "speculators_config": {"proposal_methods": methods}}  # fmt: skip
     if form in ("speculators", "speculators llama"):
         kind = "qwen3" if form == "speculators" else "llama"
         nested = {key: value for key, value in {**layer, **rope}.items() if _LEFT_OUT.get(key) != value}
@@ -62,6 +67,13 @@ def config_of(form: str, sizes: Sizes, target_layers: int) -> dict[str, Any]:
         "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
         "use_cache": True,
     }  # fmt: skip
+    if form == "P-EAGLE":  # SpecForge leaves out the mask, which its run's own options have
+        return {**flat, "architectures": ["PEagleDraftModel"], "mask_token_id": sizes.mask, "para_depths": sizes.levels,
+                "eagle_aux_hidden_state_layer_ids": list(sizes.streams)}  # fmt: skip
+    if form == "P-EAGLE for vLLM":
+        section = {"eagle_aux_hidden_state_layer_ids": outputs}
+        return {**flat, **flags, "parallel_drafting": True, "ptd_token_id": sizes.mask, "eagle_config": section,
+                "para_depths": sizes.levels}  # fmt: skip
     if form == "SpecForge":
         section = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": outputs}
         return {**flat, **flags, "eagle_config": section}
@@ -85,13 +97,14 @@ def config_of(form: str, sizes: Sizes, target_layers: int) -> dict[str, Any]:
 def tensors_of(form: str, sizes: Sizes, weights: Weights) -> Weights:
     """The head's tensors by the names of a trainer."""
     names = {"norm": "norm.weight", "lm_head": "lm_head.weight", "embed": "embed_tokens.weight",
-             "input_norm": "input_norm.weight", "fc.weight": "fc.weight", "fc.bias": "fc.bias"}  # fmt: skip
+             "input_norm": "input_norm.weight", "fc.weight": "fc.weight", "fc.bias": "fc.bias",
+             "mask_hidden": "mask_hidden"}  # fmt: skip
     for i in range(3):
         old = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")[i]
         names[f"fc_norm.{i}"] = f"{old if form == 'sglang' else f'fc_norm.{i}'}.weight"
     names |= {f"fc_norm.{i}": f"fc_norm.{i}.weight" for i in range(3, 9)}
     for i in range(sizes.layers):
-        nested = form.startswith("speculators") or form == "DeepSpec"
+        nested = "speculators" in form or form == "DeepSpec"
         layer = f"layers.{i}." if i or nested else "midlayer."
         names[f"{i}.first"] = f"{layer}{sizes.later_norm if i else 'input_layernorm'}.weight"
         names[f"{i}.second"] = f"{layer}post_attention_layernorm.weight"

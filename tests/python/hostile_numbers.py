@@ -198,6 +198,12 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             functools.partial(core.DraftCalibration(2).grade, [None, core.DraftProposal([-1], [1], [0.5])]),
             {"drawn": [1, 2]},
         ),
+        "DraftLists.__new__": (functools.partial(core.DraftLists, zeros(2, 8)), {"levels": [1, 1], "width": 4}),
+        "DraftLists.begin": (core.DraftLists(zeros(2, 8), [1, 1], 4).begin, {"roots": [1, 2], "width": 4}),
+        "DraftLists.trees": (
+            core.DraftLists(zeros(2, 8), [1, 1], 4).trees,
+            {"roots": [1, 2], "nodes": 5, "off_spine": 8, "min_score": -5.0},
+        ),
         "DraftProposal.__new__": (
             core.DraftProposal,
             {"parents": [-1, 0], "tokens": [1, 2], "probs": [0.5, 0.5], "buckets": [0, 63]},

@@ -22,6 +22,8 @@ class Sizes:
     Attributes:
         streams: residual streams of the target that are features: 0 is the embedding, i enters layer i.
         later_norm: name of the norm with which layers behind the first begin.
+        mask: of P-EAGLE, the token of masked rows, whose features are `mask_hidden`.
+        levels: of P-EAGLE, the levels that it was trained on.
     """
 
     hidden: int = 44
@@ -42,6 +44,8 @@ class Sizes:
     norm_output: bool = False
     own_embedding: bool = True
     later_norm: str = "input_layernorm"
+    mask: int | None = None
+    levels: int = 4
     eps: float = 1e-5
     theta: float = 10000.0
 
@@ -71,6 +75,8 @@ def random_head(sizes: Sizes, seed: int) -> Weights:
         w[f"fc_norm.{i}"] = norm(s.target_hidden)
     if s.biases:
         w["fc.bias"] = 0.3 * torch.randn(s.hidden, generator=generator)
+    if s.mask is not None:
+        w["mask_hidden"] = torch.randn(1, 1, wide, generator=generator)
     for i in range(s.layers):
         reads, q, kv = (s.hidden if i else 2 * s.hidden), s.heads * s.head_dim, s.kv_heads * s.head_dim
         shapes = {"q": (q, reads), "k": (kv, reads), "v": (kv, reads), "o": (s.hidden, q),

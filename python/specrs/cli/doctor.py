@@ -277,7 +277,7 @@ def _templates(path: Path) -> ChatTemplates:
 
 
 def _head(report: Report, given: str | Path, sizes: ModelConfig) -> tuple[Path, HeadConfig] | None:
-    from specrs.models import Eagle3Head, locate
+    from specrs.models import check_draft, drafted_tokens, locate
     from specrs.models.head_config import parts
 
     section = "draft head"
@@ -287,11 +287,11 @@ def _head(report: Report, given: str | Path, sizes: ModelConfig) -> tuple[Path, 
         return None
     report.add(section, "directory", str(path))
     remedy = "download the head again: hf download ORG/NAME --local-dir DIRECTORY"
-    checked = report.check(section, "fits the model", lambda: Eagle3Head.check(path, sizes), remedy)
+    checked = report.check(section, "fits the model", lambda: check_draft(path, sizes), remedy)
     if checked is None:
         return None
     config, shapes = checked
-    mapped = report.check(section, "vocabulary map", lambda: Eagle3Head.check_vocabulary(path, sizes), remedy)
+    mapped = report.check(section, "vocabulary map", lambda: drafted_tokens(path, sizes), remedy)
     if mapped is None:
         return None
     report.add(section, "fits the model", True)
@@ -332,7 +332,8 @@ def _configuration(
     report.add(section, "computes in", site.place.dtype_name)
     names = [d if isinstance(d, str) else type(Source.of(d).drafter).__name__ for d in c.drafters or ()]
     report.add(section, "drafts by", names, None if names else "decodes plainly")
-    report.add(section, "tree", "auto" if c.adaptive else [c.shape.topk, c.shape.steps, c.shape.draft_tokens])
+    tree = c.head_shape
+    report.add(section, "tree", "auto" if c.adaptive else [tree.topk, tree.steps, tree.draft_tokens])
     report.add(section, "requests at once", c.max_batch)
     report.add(section, "context", c.max_context_len)
     pool = c.num_pages * c.page_size

@@ -37,7 +37,7 @@ class _Once(argparse.Action):
 def add_models(parser: argparse.ArgumentParser, positional: bool = False) -> None:
     """Declare --model and --draft; ``positional`` as for `add_model`."""
     add_model(parser, positional)
-    parser.add_argument("--draft", metavar="HEAD", help="directory, or org/name, of an EAGLE head for the model")
+    parser.add_argument("--draft", metavar="HEAD", help="directory, or org/name, of a draft head for the model")
 
 
 def add_model(parser: argparse.ArgumentParser, positional: bool = False) -> None:

@@ -20,6 +20,7 @@ AUTO_GPU_TREE = TreeShape(4, 6, 32)  # on a GPU, where up to some 64 rows cost l
 AUTO_TREE = TreeShape(1, 8, 9)  # the cost model picks from chains of up to 8 tokens
 _LEAST_DEPTH = 16  # steps of trees that the host's sources make, where the cost model picks: room for branches too
 _MOST_DEPTH = 32
+_WIDTH = 8  # children of a node of a block's tree, where the cost model picks: more are hardly ever taken
 _MOST_SOURCES = 16
 _NAMED = {"suffix": "SuffixDrafter", "recycling": "RecyclingDrafter"}  # classes of `specrs.drafters` by name
 NAMES = (*_NAMED, HEAD)
@@ -113,6 +114,11 @@ class EngineConfig(OptionFields):
             return tree
         # A chain's draft slots are no more than its tokens. What the host drafts is a tree all the same.
         return TreeShape(1, depth, depth + 1)
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of a verified tree at most, root included."""
+        return self.shape.draft_tokens
 
     @property
     def deepest(self) -> int:
@@ -250,6 +256,55 @@ class EngineConfig(OptionFields):
         if not 1 <= pages <= _MOST_PAGES:
             raise ConfigError(f"num_pages = {pages}: must be {'at least 1' if pages < 1 else f'at most {_MOST_PAGES}'}")
         return replace(self, max_context_len=context, num_pages=pages), geometry
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockEngineConfig(EngineConfig):
+    """The configuration of an engine whose head drafts all levels in one pass.
+
+    Attributes:
+        rows: rows of that pass, for which a round needs room.
+        levels: levels of its drafts.
+    """
+
+    rows: int
+    levels: int
+
+    @classmethod
+    def over(cls, config: EngineConfig, rows: int, levels: int) -> BlockEngineConfig:
+        """The same options, for such a head."""
+        options = {field.name: getattr(config, field.name) for field in fields(EngineConfig)}
+        return cls(**options, rows=rows, levels=levels)
+
+    @property
+    def width(self) -> int:
+        """Most children of a node."""
+        return self.tree.topk if isinstance(self.tree, TreeShape) else _WIDTH
+
+    @property
+    def nodes(self) -> int:
+        return self.tree.draft_tokens if isinstance(self.tree, TreeShape) else self.shape.draft_tokens
+
+    @property
+    def head_shape(self) -> TreeShape:
+        return self.tree if isinstance(self.tree, TreeShape) else self.shape
+
+    @property
+    def shape(self) -> TreeShape:
+        """The shape with room for a block and for what is verified. A block has no draft slots, so that one branch
+        does."""
+        if isinstance(self.tree, TreeShape):
+            most = max(self.tree.draft_tokens, self.tree.steps + 1)
+        else:
+            depth = max((_LEAST_DEPTH, *(s.depth for s in self.sources)))
+            most = 1 + max(min(depth, _MOST_DEPTH), self.levels)
+        most = max(most, self.rows, 2)
+        return TreeShape(1, most - 1, most)
+
+    @property
+    def deepest(self) -> int:
+        levels = min(self.head_shape.steps, self.levels)
+        return self.nodes - 1 if self.sources else min(levels, self.nodes - 1)
 
 
 if EngineConfig.__doc__:  # absent under `python -OO`

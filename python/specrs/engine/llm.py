@@ -76,7 +76,7 @@ class LLM(Conversing):
             hub cache or downloaded into it (``org/name@revision``: of a branch, a tag or a commit); a `LiveModel` is
             one in memory, as `specrs.hf.from_model` makes it; ``None`` is the small model in the package, with its
             draft head unless ``draft`` says otherwise.
-        draft: directory (or ``org/name``) of an EAGLE head for the model; ``None`` with a model given: drafts come
+        draft: directory (or ``org/name``) of a draft head for the model; ``None`` with a model given: drafts come
             from the text itself (``drafters``).
         speculative: ``False`` decodes plainly, whatever sources there are.
         progress: bars on stderr while files are downloaded and weights are loaded; ``None``: on a terminal alone.

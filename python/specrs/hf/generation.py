@@ -64,7 +64,7 @@ def generate(
         As `from_model` otherwise.
     """
     if assistant_model is not None:
-        why = "drafts are specrs's own; engine_options={'draft': directory} takes an EAGLE head"
+        why = "drafts are specrs's own; engine_options={'draft': directory} takes a draft head"
         raise UnsupportedGenerationError("assistant_model", type(assistant_model).__name__, why)
     if synced_gpus:
         raise UnsupportedGenerationError("synced_gpus", synced_gpus, "one process generates for itself")

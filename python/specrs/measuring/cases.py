@@ -27,7 +27,7 @@ from specrs.engine.devices.placing import Wanted
 from specrs.measuring.floors import Reads
 from specrs.measuring.kernels import kernels, reason
 from specrs.measuring.rounds import CHUNK, EDGE, Steady, random_prompts, rounds
-from specrs.models import Checkpoint, Eagle3Head, ModelConfig, Placement, cache_bytes, locate
+from specrs.models import Checkpoint, ModelConfig, Placement, cache_bytes, check_draft, locate
 from specrs.models.dense import kept_dtype
 from specrs.models.host_memory import head_bytes, target_bytes
 from specrs.models.loader import dtype_of
@@ -112,7 +112,7 @@ class Subject:
         found = locate(model, "model")
         head_at = None if draft is None else locate(draft, "draft")
         sizes = ModelConfig.from_directory(found)
-        head = None if head_at is None else Head(*Eagle3Head.check(head_at, sizes))
+        head = None if head_at is None else Head(*check_draft(head_at, sizes))
         config = EngineConfig.of({"device": device, "max_batch": 1, "max_context_len": min(64, sizes.max_context_len)})
         site = Wanted(config.drafting(head is not None), found, sizes, head_at, False).site()
         self = cls(name or Path(found).name, found, head_at, sizes, head, site.place, site.name, random)

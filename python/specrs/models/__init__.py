@@ -2,6 +2,8 @@
 torch."""
 
 from specrs.models.attention import HostAttention, ReadAttention, TorchAttention
+from specrs.models.block_config import BlockConfig
+from specrs.models.block_head import BlockHead
 from specrs.models.cache import cache_bytes, check_memory, new_cache
 from specrs.models.config import LayerConfig, ModelConfig, has_recurrent_state
 from specrs.models.cuda import CudaDense, placed
@@ -13,7 +15,7 @@ from specrs.models.generation import default_sampling, stated_sampling
 from specrs.models.head_config import Eagle3Config, HeadConfig
 from specrs.models.live import LiveModel, ModelSource
 from specrs.models.llama import LlamaModel
-from specrs.models.load import load_draft, load_target
+from specrs.models.load import check_draft, drafted_tokens, load_draft, load_target
 from specrs.models.loader import Checkpoint
 from specrs.models.locate import locate
 from specrs.models.numerics import numerics
@@ -26,6 +28,8 @@ from specrs.models.weight_files import weight_bytes
 __all__ = [
     "HOST",
     "Attention",
+    "BlockConfig",
+    "BlockHead",
     "Checkpoint",
     "CudaAttention",
     "CudaDense",
@@ -54,9 +58,11 @@ __all__ = [
     "TorchDense",
     "UnsupportedModelError",
     "cache_bytes",
+    "check_draft",
     "check_memory",
     "cuda_ops",
     "default_sampling",
+    "drafted_tokens",
     "follow_torch",
     "has_recurrent_state",
     "load_draft",

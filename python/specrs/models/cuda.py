@@ -33,6 +33,7 @@ from specrs._specrs import (
 )
 from specrs.backends.base import Phase
 from specrs.engine_options import Dtype
+from specrs.models.block_config import BlockConfig
 from specrs.models.config import LayerConfig, ModelConfig
 from specrs.models.head_config import Eagle3Config, HeadConfig
 from specrs.models.live import ModelSource
@@ -106,6 +107,10 @@ def placed(
 
 def why_not(sizes: ModelConfig | HeadConfig) -> str | None:
     """Return the reason why a GPU does not run a model, or a head, or ``None`` where it does."""
+    if isinstance(sizes, BlockConfig):
+        return f"a {sizes.form_name} head drafts blocks, which only the CPU does yet"
+    if isinstance(sizes, Eagle3Config) and sizes.levels:
+        return f"a {sizes.form_name} head drafts all levels in one pass, which only the CPU does yet"
     cap = sizes.block.score_cap if isinstance(sizes, ModelConfig) else None
     capped = cap is not None
     if cap is not None and not _CAPS[0] <= cap <= _CAPS[1]:

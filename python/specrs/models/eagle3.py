@@ -13,21 +13,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from specrs._specrs import ConfigError, Plan
 from specrs.models.acceptance import UNKNOWN, Acceptance, read_acceptance
+from specrs.models.block_config import BlockConfig
 from specrs.models.cache import new_cache
-from specrs.models.config import ModelConfig
-from specrs.models.head_config import Eagle1Config, HeadConfig
+from specrs.models.head_config import Eagle1Config, Eagle3Config
 from specrs.models.head_files import check_files, layer_kind, layer_prefix, open_head, vocabulary_map
 from specrs.models.head_inputs import Eagle1Inputs, Eagle3Inputs, HeadInputs, LaterInputs
 from specrs.models.layer import LayerTail, Workspace
 from specrs.models.llama import ROPE_SLACK, LlamaModel, check_rows
 from specrs.models.loader import Checkpoint
 from specrs.models.ops import KvMemory, Linear, Ops
-from specrs.models.placement import HOST
 from specrs.models.rope import rope_tables
 
 _logger = logging.getLogger(__name__)
@@ -40,8 +40,10 @@ class Eagle3Head:
     (`head_inputs`), and in that no norm stands before the target's own `lm_head`. `head_forms` has the published forms.
     """
 
+    passes: Literal["steps"] = "steps"
+
     def __init__(
-        self, config: HeadConfig, weights: Checkpoint, ops: Ops, target: LlamaModel,
+        self, config: Eagle1Config | Eagle3Config, weights: Checkpoint, ops: Ops, target: LlamaModel,
         acceptance: tuple[Acceptance, ...] = UNKNOWN,
     ) -> None:  # fmt: skip
         check_files(config, weights, target.config)
@@ -83,6 +85,10 @@ class Eagle3Head:
         self._extend_logits, self._step_logits = (
             Workspace(at.for_logits(), logits=config.draft_vocab_size) for _ in range(2)
         )
+        self._mask: tuple[int, torch.Tensor] | None = None  # of a P-EAGLE head, token and feature of masked rows
+        if isinstance(config, Eagle3Config) and config.mask_token is not None:
+            parts = weights.load("mask_hidden").view(len(aux_layers), 1, -1).to(at.device, at.activations)
+            self._mask = config.mask_token, self._inputs.fuse(parts.unbind(0), self._extend_work.rows(1)).clone()
         target.set_aux_layers(aux_layers)
 
     @classmethod
@@ -93,31 +99,11 @@ class Eagle3Head:
         it was. Logs the configuration's notes.
         """
         config, weights = open_head(directory, ops.placement)
+        assert not isinstance(config, BlockConfig)
         head = cls(config, weights, ops, target, read_acceptance(directory))
         for note in config.notes:
             _logger.warning("%s: %s", directory, note)
         return head
-
-    @staticmethod
-    def check(directory: str | Path, target: ModelConfig) -> tuple[HeadConfig, dict[str, tuple[int, ...]]]:
-        """Return the head's configuration and the shapes of its tensors, checked against a target of which nothing is
-        loaded.
-
-        Raises as `load` does, but for the vocabulary map, which is in the weights.
-        """
-        config, weights = open_head(directory, HOST)
-        read_acceptance(directory)
-        return config, check_files(config, weights, target)
-
-    @staticmethod
-    def check_vocabulary(directory: str | Path, target: ModelConfig) -> int:
-        """Return how many of the target's tokens the head can draft, by its vocabulary map; the head has passed
-        `check`.
-
-        Raises DraftMismatchError.
-        """
-        config, weights = open_head(directory, HOST)
-        return len(vocabulary_map(config, weights, target)[1])
 
     @property
     def vocab_size(self) -> int:
@@ -208,6 +194,13 @@ class Eagle3Head:
             return self._predict(w["hidden"], w["attended"], w, logits)
         residual = self._attend(tokens, hidden.contiguous(), plan, kv, w, w["hidden"])
         return self._predict(residual, w["attended"], w, logits)
+
+    def masked(self, plan: Plan, kv: KvMemory) -> torch.Tensor:
+        """Rows of a P-EAGLE head that draft the levels behind the first, for each query of a causal plan behind a
+        request. Returns logits [Q, draft vocabulary], a view that the next `step` overwrites."""
+        assert self._mask is not None
+        token, feature = self._mask
+        return self.step(torch.full((plan.queries,), token), feature.expand(plan.queries, -1), plan, kv)[0]
 
     def _attend(
         self,

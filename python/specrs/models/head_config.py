@@ -11,61 +11,46 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from specrs.models.config import LayerConfig, ModelConfig, check_arithmetic, check_layers, layer_config, sliding_window
+from specrs.models.block_config import BlockConfig
+from specrs.models.config import LayerConfig, ModelConfig, layer_config
 from specrs.models.errors import DraftMismatchError
-from specrs.models.families import FAMILIES, Family
-from specrs.models.head_forms import (
-    AUX_KEYS,
-    EAGLE_CONFIG,
-    HARMLESS,
-    LAYER,
-    LAYER_DEFAULTS,
-    NEUTRAL,
-    NORM_KEYS,
-    READ,
-    Form,
-    form_of,
+from specrs.models.head_forms import EAGLE_CONFIG, LAYER, MASK_KEYS, NORM_KEYS, Form, form_of
+from specrs.models.head_keys import (
+    FusedConfig,
+    aux_layers,
+    check_windows,
+    checked,
+    flat,
+    section_of,
+    switched,
+    target_layers,
+    unread_keys,
 )
 from specrs.models.live import model_json
 from specrs.models.reading import Reader
 
-# Families of the layers that nested configurations name: those whose defaults `LAYER_DEFAULTS` has. They differ in
-# q_norm and k_norm, whose tensors the file of weights has or lacks.
-_FAMILIES = {"llama": FAMILIES["LlamaForCausalLM"], "qwen3": FAMILIES["Qwen3ForCausalLM"]}
-_DEFAULT_AUX = 3
-
 
 @dataclass(frozen=True)
-class Eagle3Config(LayerConfig):
-    """An EAGLE-3 head (https://arxiv.org/abs/2503.01840): decoder layers over the target's features.
+class Eagle3Config(FusedConfig):
+    """An EAGLE-3 head (https://arxiv.org/abs/2503.01840): decoder layers over the target's features, of which the first
+    reads embedding and feature, and the others are plain.
 
     Attributes:
-        num_layers: decoder layers. The first reads embedding and feature, the others are plain.
-        vocab_size: vocabulary of the target.
-        draft_vocab_size: columns of the head's logits.
-        target_hidden_size: width of a feature.
-        aux_layers: decoder layers whose *input* residual stream is a feature; ``None``: (2, n/2, n-3) of n layers.
-        target_layers: number of the target's layers, where the file says it.
         norm_before_residual: true if the residual stream of the first layer starts from the normalised feature.
         norm_before_fc: true if one RMSNorm spans all features of a row before `fc`.
         fc_norm: true if each feature has an RMSNorm before `fc`.
         norm_output: true if a draft step passes on what the last norm gives, instead of what it reads.
-        form: the form of the file.
-        notes: what is worth knowing of the file.
+        mask_token: of a P-EAGLE head the token of masked rows, which draft all levels behind the first in one pass;
+            ``None`` of a head that drafts step by step.
+        levels: levels of a P-EAGLE head's drafts; 0 of others.
     """
 
-    num_layers: int
-    vocab_size: int
-    draft_vocab_size: int
-    target_hidden_size: int
-    aux_layers: tuple[int, ...] | None
-    target_layers: int | None
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
-    form: Form = field(compare=False)
-    notes: tuple[str, ...] = field(compare=False)
+    mask_token: int | None = None
+    levels: int = 0
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> Eagle3Config:
@@ -81,27 +66,25 @@ class Eagle3Config(LayerConfig):
             form: the form; ``None``: that of its name.
         """
         form = form or form_of(raw, path)
-        get = _flat(raw, path)
-        family = _checked(get, form)
-        section = raw.get("eagle_config") or {}
-        if not isinstance(section, dict):
-            get.refuse("eagle_config", section, "must be an object")
-        _check_section(get, section)
+        get = flat(raw, path)
+        family = checked(get, form)
+        section = section_of(get, "eagle_config", EAGLE_CONFIG)
         layers = get.integer("num_hidden_layers", 1, maximum=4096)
-        _check_windows(get, family, layers)
+        check_windows(get, family, layers)
         layer = layer_config(get, family)
         vocab_size = get.integer("vocab_size")
         before_fc, each, output = (
-            _switched(get, Reader(section, path), NORM_KEYS[name])
+            switched(get, Reader(section, path), NORM_KEYS[name])
             for name in ("norm_before_fc", "fc_norm", "norm_output")
         )
         if before_fc and each:
             get.refuse("fc_norm", True, "norm_before_fc is true, too: one of the two norms stands before fc")
-        aux = _aux_layers(get, section)
-        count = _DEFAULT_AUX if aux is None else len(aux)
+        aux = aux_layers(get)
+        count = 3 if aux is None else len(aux)
         if (said := get.integer("num_aux_hidden_states", count)) != count:
             where = "no key names layers, so the three of EAGLE-3's default count" if aux is None else f"{count} layers"
             get.refuse("num_aux_hidden_states", said, f"{where}; name as many layers")
+        parallel = form.kind == "parallel"
         return cls(
             **vars(layer),
             num_layers=layers,
@@ -109,11 +92,13 @@ class Eagle3Config(LayerConfig):
             draft_vocab_size=get.integer("draft_vocab_size", vocab_size),
             target_hidden_size=get.integer("target_hidden_size", layer.hidden_size),
             aux_layers=aux,
-            target_layers=get.integer("num_target_layers") if get.raw.get("num_target_layers") is not None else None,
+            target_layers=target_layers(get),
             norm_before_residual=get.boolean("norm_before_residual", False),
             norm_before_fc=before_fc,
             fc_norm=each,
             norm_output=output,
+            mask_token=_mask(get) if parallel else None,
+            levels=_levels(get) if parallel else 0,
             form=form,
             notes=_notes(get, form, layer.rope.theta),
         )
@@ -123,41 +108,8 @@ class Eagle3Config(LayerConfig):
         """Name of the form; EAGLE-3.1 is EAGLE-3 with a norm of each feature and a normalised output."""
         return "EAGLE-3.1" if self.fc_norm and self.norm_output else self.form.name
 
-    @property
-    def aux_size(self) -> int:
-        """Columns of a row of features: all auxiliary layers side by side."""
-        return (_DEFAULT_AUX if self.aux_layers is None else len(self.aux_layers)) * self.target_hidden_size
-
-    def aux_layers_for(self, target: ModelConfig) -> tuple[int, ...]:
-        """Return the features' layers for this target: its own choice, or the published default. They are in the order
-        of `fc`."""
-        if self.aux_layers is not None:
-            return self.aux_layers
-        n = target.num_layers
-        return (2, n // 2, n - 3)
-
-    def check_target(self, target: ModelConfig) -> None:
-        """Raise DraftMismatchError where the head cannot have been made for this target."""
-        if self.target_hidden_size != target.hidden_size:
-            raise DraftMismatchError(
-                "hidden size of features", self.target_hidden_size, f"hidden_size {target.hidden_size}"
-            )
-        if self.vocab_size != target.vocab_size:
-            raise DraftMismatchError("vocab_size", self.vocab_size, f"vocab_size {target.vocab_size}")
-        if self.draft_vocab_size > target.vocab_size:
-            raise DraftMismatchError(
-                "draft_vocab_size", self.draft_vocab_size, f"at most vocab_size {target.vocab_size}"
-            )
-        if self.target_layers not in (None, target.num_layers):
-            raise DraftMismatchError("num_target_layers", self.target_layers, f"{target.num_layers} layers")
-        for layer in self.aux_layers_for(target):
-            if not 0 <= layer < target.num_layers:
-                raise DraftMismatchError(
-                    "aux layer",
-                    layer,
-                    f"0..{target.num_layers} (features are the inputs of its {target.num_layers} layers)",
-                    "set eagle_aux_hidden_state_layer_ids in the head's config.json to the layers it was trained on",
-                )
+    def default_aux(self, layers: int) -> tuple[int, ...]:
+        return 2, layers // 2, layers - 3
 
 
 @dataclass(frozen=True)
@@ -189,11 +141,11 @@ class Eagle1Config(LayerConfig):
             UnsupportedModelError: another form, or a value that cannot be honoured.
         """
         form = form or form_of(raw, path, ("fc.weight",))
-        get = _flat(raw, path)
-        family = _checked(get, form)
+        get = flat(raw, path)
+        family = checked(get, form)
         if (layers := get.integer("num_hidden_layers", 1, maximum=4096)) != 1:
             get.refuse("num_hidden_layers", layers, "EAGLE-1 and EAGLE-2 heads have one layer")
-        _check_windows(get, family, layers)
+        check_windows(get, family, layers)
         layer = layer_config(get, family)
         notes = _notes(get, form, layer.rope.theta)
         return cls(**vars(layer), vocab_size=get.integer("vocab_size"), form=form, notes=notes)
@@ -228,87 +180,36 @@ class Eagle1Config(LayerConfig):
                 raise DraftMismatchError(what, got, f"{what} {want}")
 
 
-HeadConfig = Eagle1Config | Eagle3Config
+HeadConfig = Eagle1Config | Eagle3Config | BlockConfig
 """Configuration of a draft head of any kind."""
 
 
-def _flat(raw: Mapping[str, Any], path: Path | None) -> Reader:
-    """A head's `config.json`, with what the speculators library nests beside the other keys, and what that leaves
-    out."""
-    nested = raw.get("transformer_layer_config")
-    if not isinstance(nested, dict):
-        return Reader(raw, path)
-    return Reader({**LAYER_DEFAULTS.get(str(nested.get("model_type")), {}), **nested, **raw}, path)
+def _mask(get: Reader) -> int:
+    """The token of masked rows, by all keys that name it."""
+    said = [key for key in MASK_KEYS if get.raw.get(key) is not None] or [MASK_KEYS[0]]
+    found = [get.integer(key, minimum=0, maximum=get.integer("vocab_size") - 1) for key in said]
+    for key, token in zip(said, found, strict=True):
+        if token != found[0]:
+            get.refuse(key, token, f"{said[0]} is {found[0]}, and both name the mask; give both one value")
+    return found[0]
 
 
-def _checked(get: Reader, form: Form) -> Family:
-    """Return the family whose layer a head has, once nothing forbids its layers."""
-    check_layers(get)
-    nested = get.raw.get("transformer_layer_config")
-    kind = nested.get("model_type") if isinstance(nested, dict) else None
-    if kind not in (None, *_FAMILIES):
-        why = f"heads whose layer is that of {', '.join(_FAMILIES)} are implemented"
-        get.refuse("transformer_layer_config.model_type", kind, why)
-    family = FAMILIES[form.family] if kind is None else _FAMILIES[str(kind)]
-    check_arithmetic(get, family)
-    _check_keys(get)
-    return family
-
-
-def _check_keys(get: Reader) -> None:
-    """Refuse keys that change what nothing here computes, and unknown ones that may name layers."""
-    for key, value in get.raw.items():
-        if value is not None and key in NEUTRAL and value not in NEUTRAL[key]:
-            allowed = " or ".join(str(one).lower() for one in (*NEUTRAL[key], "null"))
-            get.refuse(key, value, f"it changes the head's numbers, which is not implemented; {allowed} works")
-        if isinstance(value, list) and value and "layer_ids" in key and key not in READ:
-            known = ", ".join(f"{within}.{one}" if within else one for one, within, _ in AUX_KEYS)
-            get.refuse(key, value, f"unknown, and may name the features' layers; known: {known}")
-
-
-def _check_windows(get: Reader, family: Family, layers: int) -> None:
-    """Refuse layers that attend to a window, whether the configuration names the kind of each or none."""
-    key, got = "layer_types", get.raw.get("layer_types")
-    if got is None:
-        key, got = "sliding_window", sliding_window(get, family, layers)
-    if got is not None and got != ["full_attention"] * (len(got) if isinstance(got, list) else 0):
-        get.refuse(key, got, "windows are not implemented in heads; layers of full_attention work")
-
-
-def _check_section(get: Reader, section: Mapping[str, Any]) -> None:
-    """Refuse a value of `eagle_config` that changes what nothing here computes."""
-    for key, value in section.items():
-        if key not in EAGLE_CONFIG:
-            if value is not None:
-                get.refuse(f"eagle_config.{key}", value, f"unknown; known: {', '.join(EAGLE_CONFIG)}")
-        elif (allowed := EAGLE_CONFIG[key]) is not None and value is not None and value not in allowed:
-            known = " or ".join(str(one).lower() for one in allowed)
-            get.refuse(f"eagle_config.{key}", value, f"only {known} is implemented")
-
-
-def _switched(get: Reader, section: Reader, keys: tuple[str, ...]) -> bool:
-    """Return whether the keys are true, beside the others or in `eagle_config`. All that are there must agree."""
-    said = [
-        (key if place is get else f"eagle_config.{key}", place.boolean(key, False))
-        for key in keys
-        for place in (get, section)
-        if place.raw.get(key) is not None
-    ]
-    for name, value in said[1:]:
-        if value != said[0][1]:
-            why = f"{said[0][0]} is {str(said[0][1]).lower()}, and both switch the same norm; give both one value"
-            get.refuse(name, value, why)
-    return any(value for _, value in said)
+def _levels(get: Reader) -> int:
+    """Levels of a P-EAGLE head's drafts: those that its file proposes or was trained on, else as many as its trainers
+    take by default."""
+    proposed = get.raw.get("speculators_config") or {}
+    methods = proposed.get("proposal_methods") if isinstance(proposed, dict) else None
+    first = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}
+    trained = get.integer("para_depths", 8, maximum=64)
+    return Reader(first, get.path).integer("speculative_tokens", trained, maximum=64)
 
 
 def _notes(get: Reader, form: Form, theta: float) -> tuple[str, ...]:
-    notes = []
-    unknown = sorted(key for key in get.raw if key not in READ and key not in HARMLESS)
-    if unknown:
-        notes.append(f"config.json has keys that nothing here reads: {', '.join(unknown)}")
+    notes = unread_keys(get)
     if form.speculators == "eagle3" and get.raw.get("norm_before_residual") is None:
         notes.append("norm_before_residual is absent and taken as false, as speculators does; vLLM takes it as true")
-    if get.raw.get("architectures") == ["LlamaForCausalLMEagle3"] and get.raw.get("norm_output") is not None:
+    usual = form.kind == "eagle3" and get.raw.get("architectures") == ["LlamaForCausalLMEagle3"]
+    if usual and get.raw.get("norm_output") is not None:
         notes.append(
             "norm_output: in SpecForge's trainer it says whether the last norm stands before lm_head; here, as in "
             "sglang and vLLM, that norm always does, and the key says whether a draft step passes on its output"
@@ -319,32 +220,6 @@ def _notes(get: Reader, form: Form, theta: float) -> tuple[str, ...]:
             "in sglang and vLLM"
         )
     return tuple(notes)
-
-
-def _aux_layers(get: Reader, section: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Layers whose input is captured, by all of `AUX_KEYS` that have numbers; ``None`` for the default, for which
-    NVIDIA writes an empty list."""
-    first: tuple[str, tuple[int, ...]] | None = None
-    for key, within, shift in AUX_KEYS:
-        ids = (get.raw if within is None else section).get(key)
-        if ids is None or ids == []:
-            continue
-        name = key if within is None else f"{within}.{key}"
-        if not isinstance(ids, list) or not 1 <= len(ids) <= 64:
-            get.refuse(name, ids, "must be a list of 1..=64 layer numbers")
-        for layer in ids:
-            if isinstance(layer, bool) or not isinstance(layer, int) or not -shift <= layer <= 4096:
-                get.refuse(name, ids, f"must be layer numbers >= {-shift}")
-        streams = tuple(layer + shift for layer in ids)
-        if first is None:
-            first = (name, streams)
-        elif streams != first[1]:
-            why = (
-                f"the inputs of layers {[*streams]}, where {first[0]} names those of {[*first[1]]}; keep the key by "
-                "which the head was trained"
-            )
-            get.refuse(name, ids, why)
-    return None if first is None else first[1]
 
 
 def parts(config: HeadConfig, tensors: Container[str]) -> str | None:
@@ -363,6 +238,17 @@ def parts(config: HeadConfig, tensors: Container[str]) -> str | None:
             (config.norm_before_fc, "norm_before_fc"),
             (config.fc_norm, "fc_norm"),
             (config.norm_output, "norm_output"),
+            (config.levels > 0, f"{config.levels} levels in one pass"),
+            ("d2t" in tensors, "a vocabulary of its own"),
+            ("embed_tokens.weight" in tensors, "embeddings of its own"),
+        ]
+    if isinstance(config, BlockConfig):
+        has += [
+            (True, f"blocks of {config.block_size} tokens"),
+            (config.causal, "causal within a block"),
+            (config.anchor, "the first row predicts"),
+            (config.markov is not None, f"{config.markov} Markov head"),
+            (config.gru is not None, "a recurrent correction"),
             ("d2t" in tensors, "a vocabulary of its own"),
             ("embed_tokens.weight" in tensors, "embeddings of its own"),
         ]

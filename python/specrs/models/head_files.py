@@ -5,11 +5,13 @@ Everything here reads headers alone, but for `vocabulary_map`, whose map is in t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from specrs.models.block_config import BlockConfig
 from specrs.models.config import ModelConfig
 from specrs.models.errors import DraftMismatchError, ModelFileError, UnsupportedModelError
 from specrs.models.head_config import Eagle1Config, Eagle3Config, HeadConfig
@@ -34,7 +36,10 @@ def open_head(directory: str | Path, placement: Placement) -> tuple[HeadConfig, 
     form = form_of(raw, path, {*weights})
     if form.kind == "eagle1":
         return Eagle1Config.from_dict(raw, path, form), weights
-    config = Eagle3Config.from_dict(raw, path, form)
+    config = (BlockConfig if form.kind == "block" else Eagle3Config).from_dict(raw, path, form)
+    if isinstance(config, BlockConfig) and (extra := weights.directory / "mask_embedding.pt").exists():
+        why = "an embedding of the mask beside the weights is not implemented; heads without the file run"
+        raise UnsupportedModelError("mask_embedding.pt", extra.name, why, extra)
     if raw.get("tie_word_embeddings") and "embed_tokens.weight" in weights and "lm_head.weight" not in weights:
         why = (
             "the file has embed_tokens.weight and no lm_head.weight, and servers would score by these embeddings: "
@@ -80,6 +85,8 @@ def check_files(config: HeadConfig, weights: Checkpoint, target: ModelConfig) ->
     config.check_target(target)
     if isinstance(config, Eagle1Config):
         return _check_eagle1(config, weights)
+    if isinstance(config, BlockConfig):
+        return _check_block(config, weights, target)
     h, features = config.hidden_size, len(config.aux_layers_for(target))
     expected: dict[str, tuple[int, ...]] = {
         "fc.weight": (h, features * config.target_hidden_size),
@@ -93,25 +100,31 @@ def check_files(config: HeadConfig, weights: Checkpoint, target: ModelConfig) ->
         expected[f"{first_norm(weights, prefix)}.weight"] = (h,)
         expected |= layer_shapes(config, layer_kind(weights, prefix), prefix, h)
         ignored.append(f"{prefix}hidden_norm.weight")
+    if config.mask_token is not None:
+        expected["mask_hidden"] = (1, 1, features * config.target_hidden_size)
     if config.norm_before_fc:
         expected["input_norm.weight"] = (features * config.target_hidden_size,)
     if config.fc_norm:
         expected |= {f"fc_norm.{i}.weight": (config.target_hidden_size,) for i in range(features)}
     if "fc.bias" in weights:
         expected["fc.bias"] = (h,)
-    if "fc.weight" in weights:
-        columns = (weights.shape("fc.weight") or (0,))[-1]
-        if columns != features * config.target_hidden_size:
-            raise DraftMismatchError(
-                "columns of fc.weight",
-                columns,
-                f"{features} aux layers x hidden_size {config.target_hidden_size}",
-            )
+    _check_fc(weights, features, config.target_hidden_size)
     for name in weights:
         key = next((key for start, key in _BY_KEY.items() if name.startswith(start)), None)
         if key is not None and not getattr(config, key):
             why = f"a norm that {key} = true in config.json calls for, which has not; add it if the head has that norm"
             raise UnsupportedModelError(f"tensor {name}", list(weights.shape(name)), why, weights.path(name))
+    return _checked(config, weights, target, expected, ignored)
+
+
+def _checked(
+    config: Eagle3Config | BlockConfig,
+    weights: Checkpoint,
+    target: ModelConfig,
+    expected: dict[str, tuple[int, ...]],
+    ignored: Sequence[str],
+) -> dict[str, tuple[int, ...]]:
+    """Check the tensors that are expected, those of vocabularies beside them. Returns the shapes of all."""
     _check_vocabulary(config, weights, target, expected)
     integers = [name for name in ("d2t", "t2d") if name in weights]
     expected.update({name: (config.draft_vocab_size if name == "d2t" else config.vocab_size,) for name in integers})
@@ -119,8 +132,45 @@ def check_files(config: HeadConfig, weights: Checkpoint, target: ModelConfig) ->
     return expected
 
 
+def _check_fc(weights: Checkpoint, features: int, size: int) -> None:
+    """Raise DraftMismatchError where `fc` reads another number of features than the configuration names."""
+    if "fc.weight" in weights:
+        columns = (weights.shape("fc.weight") or (0,))[-1]
+        if columns != features * size:
+            raise DraftMismatchError("columns of fc.weight", columns, f"{features} aux layers x hidden_size {size}")
+
+
+def _check_block(config: BlockConfig, weights: Checkpoint, target: ModelConfig) -> dict[str, tuple[int, ...]]:
+    h, features, rank = config.hidden_size, config.aux_count, config.markov_rank
+    expected: dict[str, tuple[int, ...]] = {
+        "fc.weight": (h, features * config.target_hidden_size), "hidden_norm.weight": (h,), "norm.weight": (h,),
+    }  # fmt: skip
+    for prefix in map(layer_prefix, range(config.num_layers)):
+        expected[f"{prefix}input_layernorm.weight"] = (h,)
+        expected |= layer_shapes(config, layer_kind(weights, prefix), prefix, h)
+    if "fc.bias" in weights:
+        expected["fc.bias"] = (h,)
+    if config.markov is not None:
+        expected["markov_head.markov_w1.weight"] = (config.vocab_size, rank)
+        expected["markov_head.markov_w2.weight"] = (config.draft_vocab_size, rank)
+    if config.markov == "gated":
+        expected |= {"markov_head.gate_proj.weight": (rank, h + rank), "markov_head.gate_proj.bias": (rank,)}
+    if config.markov == "rnn":
+        expected["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + h)
+        expected["markov_head.joint_proj.bias"] = (3 * rank,)
+    if (gru := config.gru) is not None:
+        expected |= {
+            "prefix_gru.weight_ih_l0": (3 * gru.state, h), "prefix_gru.weight_hh_l0": (3 * gru.state, gru.state),
+            "embed_proj.0.weight": (gru.inner, h + gru.state), "embed_proj.2.weight": (config.vocab_size, gru.inner),
+        }  # fmt: skip
+    if config.confidence is not None:
+        expected |= {"confidence_head.proj.weight": (1, config.confidence), "confidence_head.proj.bias": (1,)}
+    _check_fc(weights, features, config.target_hidden_size)
+    return _checked(config, weights, target, expected, IGNORED)
+
+
 def _check_vocabulary(
-    config: Eagle3Config, weights: Checkpoint, target: ModelConfig, expected: dict[str, tuple[int, ...]]
+    config: Eagle3Config | BlockConfig, weights: Checkpoint, target: ModelConfig, expected: dict[str, tuple[int, ...]]
 ) -> None:
     """Add the embeddings and the last product to what is expected, where the file has them; else the target's must
     fit."""

@@ -27,33 +27,44 @@ class Form:
     Attributes:
         name: what the head is.
         trainer: software that writes the form.
-        kind: passes that run it: those over the last hidden state, or those over auxiliary features.
+        kind: passes that run it: draft steps over the last hidden state or over auxiliary features, the latter and one
+            pass over masks (``parallel``), or one pass over a block.
         architectures: names in `architectures` of config.json.
         tensors: tensors that the file of weights has, where names do not tell the form.
+        keys: keys of config.json, as in `OtherForm`, that the form has beside its name.
         speculators: its `speculators_model_type`; such a file nests the keys of its layers.
         family: architecture of the model whose layer the head has.
         says_target_layers: true if `num_hidden_layers` of a head of one layer may be that of its target.
+        anchor: of blocks whose files do not say it: true if the first row, which has the last token, predicts the one
+            behind; else each row predicts the token at its own place, and the first row nothing.
         heads: repositories on the hub in this form, as examples.
     """
 
     name: str
     trainer: str
-    kind: Literal["eagle1", "eagle3"]
+    kind: Literal["eagle1", "eagle3", "parallel", "block"]
     architectures: tuple[str, ...]
     tensors: tuple[str, ...] = ()
+    keys: Mapping[str, Any] = field(default_factory=dict)
     speculators: str | None = None
     family: str = "LlamaForCausalLM"
     says_target_layers: bool = False
+    anchor: bool = False
     heads: tuple[str, ...] = ()
 
 
 # A head under a model's name is told from the model by its tensors.
 _MODELS = ("LlamaForCausalLM", "Qwen2ForCausalLM")
+_QWEN3 = "Qwen3ForCausalLM"
+_EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _EAGLE1 = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "Qwen2ForCausalLMEagle")
 
 FORMS = (
+    Form("P-EAGLE", "for vLLM", "parallel", _EAGLE3, keys={"parallel_drafting": None}),
+    Form("P-EAGLE", "SpecForge", "parallel", ("PEagleDraftModel",)),
+    Form("P-EAGLE", "speculators", "parallel", ("PEagleSpeculator",), speculators="peagle"),
     Form(
-        "EAGLE-3", "SpecForge, AngelSlim, NVIDIA", "eagle3", ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
+        "EAGLE-3", "SpecForge, AngelSlim, NVIDIA", "eagle3", _EAGLE3,
         heads=("AngelSlim/Qwen3-8B_eagle3", "lmsys/sglang-EAGLE3-LLaMA3.1-Instruct-8B"),
     ),
     Form(
@@ -61,7 +72,7 @@ FORMS = (
         heads=("RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3", "RedHatAI/Qwen3-8B-speculator.eagle3"),
     ),
     Form(
-        "EAGLE-3", "DeepSpec", "eagle3", ("Qwen3Eagle3Model", "Eagle3Qwen3ForCausalLM"), family="Qwen3ForCausalLM",
+        "EAGLE-3", "DeepSpec", "eagle3", ("Qwen3Eagle3Model", "Eagle3Qwen3ForCausalLM"), family=_QWEN3,
         heads=("deepseek-ai/eagle3_qwen3_4b_ttt7", "deepseek-ai/eagle3_qwen3_8b_ttt7"),
     ),
     Form(
@@ -74,6 +85,26 @@ FORMS = (
         heads=("yuhuili/EAGLE-LLaMA3-Instruct-8B", "yuhuili/EAGLE-Qwen2-7B-Instruct"),
     ),
     Form("EAGLE-1 or EAGLE-2", "converters for vLLM and sglang", "eagle1", _EAGLE1),
+    Form(
+        "Domino", "SpecForge", "block", ("DominoDraftModel", "DFlashDraftModel"),
+        keys={"dflash_config.projector_type": "domino"}, family=_QWEN3,
+    ),
+    Form(
+        "Domino", "speculators", "block", ("DFlashSpeculator",), keys={"projector_type": "domino"},
+        speculators="dflash", family=_QWEN3, anchor=True,
+    ),
+    Form("JetSpec", "JetSpec", "block", ("DFlashDraftModel",), keys={"dflash_config.causal_head": None}, family=_QWEN3),
+    Form(
+        "DSpark", "SpecForge", "block", ("DSparkDraftModel", "DFlashDraftModel"),
+        keys={"dflash_config.projector_type": "dspark"}, family=_QWEN3, anchor=True,
+    ),
+    Form("DSpark", "DeepSpec", "block", ("Qwen3DSparkModel",), family=_QWEN3, anchor=True),
+    Form("DSpark", "speculators", "block", ("DSparkSpeculator",), speculators="dspark", family=_QWEN3, anchor=True),
+    Form(
+        "DFlash", "z-lab, SpecForge", "block", ("DFlashDraftModel",), family=_QWEN3,
+        heads=("z-lab/Qwen3-4B-DFlash-b16", "z-lab/Qwen3-8B-DFlash-b16"),
+    ),
+    Form("DFlash", "speculators", "block", ("DFlashSpeculator",), speculators="dflash", family=_QWEN3),
 )  # fmt: skip
 """Forms that run. A directory has the first form whose name and tensors it has."""
 
@@ -100,37 +131,25 @@ class OtherForm:
     tensors: tuple[str, ...] = ()
 
 
-_BLOCKS = "drafts all tokens of a block in one pass"
-
 OTHERS = (
     OtherForm(
-        "P-EAGLE", "drafts its tokens in one parallel pass", ("PEagleDraftModel", "PEagleSpeculator"), "peagle",
-        {"parallel_drafting": None, "ptd_token_id": None, "pard_token": None}, ("mask_hidden",),
+        "DFlash2", "has convolutions and selects tokens by pairs", ("DFlash2DraftModel", "DFlash2Speculator"),
+        "dflash2", {"dflash_config.selector_rank": None}, ("candidate_selector.",),
     ),
-    OtherForm(
-        "Domino", _BLOCKS, ("DominoDraftModel",), None, {"dflash_config.projector_type": "domino"},
-        ("prefix_gru.", "embed_proj."),
-    ),
-    OtherForm(
-        "DSpark", _BLOCKS,
-        ("Qwen3DSparkModel", "Gemma4DSparkModel", "DeepseekV4DSparkModel", "DSparkDraftModel", "DSparkSpeculator"),
-        "dspark", {"dflash_config.projector_type": "dspark", "markov_rank": None, "dspark_target_layer_ids": None},
-        ("markov_head.",),
-    ),
-    OtherForm("DFlash2", _BLOCKS, ("DFlash2DraftModel", "DFlash2Speculator"), "dflash2",
-              {"dflash_config.selector_rank": None}, ("candidate_selector.",)),
-    OtherForm("JetSpec", _BLOCKS, (), None, {"dflash_config.causal_head": None}),
-    OtherForm("DFly", _BLOCKS, ("DFlyDraftModel",)),
-    OtherForm("DFlare", _BLOCKS, ("QwenDFlareDraftModel",)),
-    OtherForm("DFlash", _BLOCKS, ("DFlashDraftModel", "QwenDFlashDraftModel", "DFlashSpeculator"), "dflash",
-              {"dflash_config": None}),
+    OtherForm("DSpark for Gemma 4", "has layers of Gemma 4", ("Gemma4DSparkModel",)),
+    OtherForm("DSpark for DeepSeek V4", "has layers of DeepSeek V4", ("DeepseekV4DSparkModel",), None,
+              {"dspark_target_layer_ids": None}),
+    OtherForm("DFly", "has a form of AngelSlim's own", ("DFlyDraftModel",)),
+    OtherForm("DFlare", "mixes layers for each of its own", ("QwenDFlareDraftModel",)),
+    OtherForm("DFlash of AngelSlim", "has a form of AngelSlim's own", ("QwenDFlashDraftModel",)),
     OtherForm("MTP", "is layers of the target itself", (), "mtp", {}, ("mtp.", "mtp_layers.")),
     OtherForm("MLP speculator", "has no attention", ("MLPSpeculatorPreTrainedModel",), "mlp", {}, ("speculator.",)),
     OtherForm("Medusa", "has no attention", ("MedusaModel", "MedusaForCausalLM"), "medusa", {}, ("medusa_head.",)),
 )  # fmt: skip
 """Forms that are refused by name. Those that share keys stand behind the more special."""
 
-RENAMED = {"model.": "", "layers.0.": LAYER, "aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.",
+RENAMED = {"model.": "", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", "logit_head.": "",
+           "layers.0.": LAYER, "aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.",
            "aux_norm_high.": "fc_norm.2."}  # fmt: skip
 """Beginnings of tensors' names that stand for others, in the order in which they are replaced."""
 
@@ -153,6 +172,7 @@ AUX_KEYS = (
     ("aux_hidden_states_layer_ids", None, 1),
     ("eagle_aux_hidden_state_layer_ids", "eagle_config", 1),
     ("target_layer_ids", None, 1),
+    ("target_layer_ids", "dflash_config", 1),
 )
 """Keys that name the features' layers: the key, the object that has it, and what makes its numbers those of residual
 streams, of which 0 is the embedding and i enters layer i. Keys with numbers must name the same streams.
@@ -160,7 +180,7 @@ streams, of which 0 is the embedding and i enters layer i. Keys with numbers mus
 Beside the other keys (speculators, vLLM) the numbers are streams, but for AngelSlim's `aux_hidden_states_layer_ids`,
 whose trainer takes `hidden_states[i + 1]`. Inside `eagle_config` (SpecForge, sglang) they are layers whose output is
 meant; sglang adds 1 to them in `set_eagle3_layers_to_capture`, while its default (2, n/2, n-3) is streams already.
-DeepSpec's `target_layer_ids` are outputs too, -1 that of the embedding.
+`target_layer_ids` of DeepSpec and of DFlash's family are outputs too, -1 that of the embedding.
 """
 
 NORM_KEYS = {
@@ -186,8 +206,38 @@ EAGLE_CONFIG: Mapping[str, tuple[Any, ...] | None] = {
 """Keys of `eagle_config`: the values that are implemented, ``None`` where the key changes nothing or is read elsewhere.
 Null is none of these keys. A key that is not here is refused, since this object is there to change numbers."""
 
+BLOCK_CONFIG: Mapping[str, tuple[Any, ...] | None] = {
+    **dict.fromkeys((
+        "block_size", "mask_token_id", "target_layer_ids", "causal", "is_causal", "causal_head", "sample_from_anchor",
+        "shift_label", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
+        "confidence_head_alpha", "num_anchors", "output_multiplier", "input_embedding_scale",
+        "final_logit_softcapping", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim",
+    )),
+    "projector_type": ("dflash", "dspark", "domino"), "attention_mode": ("gqa",), "use_swa": (False,),
+    "swa_window_size": (), "attention_sink_bias": (False,), "attention_value_scale": (1,),
+    "hidden_dim_adapter": (False,),
+}  # fmt: skip
+"""Keys of `dflash_config`, as `EAGLE_CONFIG`. Most of them may stand beside the other keys as well (`block_config`)."""
+
+SCALES = ("output_multiplier", "input_embedding_scale", "final_logit_softcapping")
+"""Keys of blocks that change embeddings and logits, and are honoured."""
+
+BLOCK_KEYS = frozenset(
+    (
+        *(key for key in BLOCK_CONFIG if key != "target_layer_ids"), "dflash_config", "sliding_window_non_causal",
+        # Training, and options of other forms that speculators writes into all.
+        "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma", "lambda_base_start", "lambda_base_decay_ratio", "auf",
+        "max_anchors",
+    )
+)  # fmt: skip
+"""Keys of config.json beside `READ` and `HARMLESS` that blocks have: they are read, or change nothing."""
+
+MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
+"""Keys that name the token of P-EAGLE's masked rows."""
+
 READ = frozenset(
     (
+        *MASK_KEYS, "parallel_drafting", "para_depths",
         "architectures", "model_type", "speculators_model_type", "transformer_layer_config", "eagle_config",
         "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
         "intermediate_size", "vocab_size", "draft_vocab_size", "target_hidden_size", "max_position_embeddings",
@@ -245,12 +295,13 @@ def form_of(raw: Mapping[str, Any], path: Path | None = None, tensors: Container
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     for form in FORMS:
         named = form.speculators == kind if kind is not None else name in form.architectures
+        named = named and all(_says(raw, key, value) for key, value in form.keys.items())
         if named and (tensors is None or all(tensor in tensors for tensor in form.tensors)):
             return form
     if kind is not None:
         known = ", ".join(form.speculators for form in FORMS if form.speculators)
         raise UnsupportedModelError("speculators_model_type", kind, f"implemented: {known}", path)
-    hint = "a model, no draft head: draft needs an EAGLE head; " if name in FAMILIES else ""
+    hint = "a model, no draft head: draft needs a draft head; " if name in FAMILIES else ""
     known = ", ".join(dict.fromkeys(name for form in FORMS for name in form.architectures))
     raise UnsupportedModelError("architectures", names, f"{hint}implemented: one of {known}", path)
 
@@ -263,9 +314,8 @@ def refuse_others(raw: Mapping[str, Any], path: Path | None = None) -> None:
         if kind is not None and kind == other.speculators:
             _refuse(other, "speculators_model_type", kind, path)
         for key, value in other.keys.items():
-            got = _value(raw, key)
-            if got == value if value is not None else got not in (None, False):
-                _refuse(other, key, got, path)
+            if _says(raw, key, value):
+                _refuse(other, key, _value(raw, key), path)
         if name in other.architectures:
             _refuse(other, "architectures", names, path)
 
@@ -277,11 +327,17 @@ def other_by_tensor(name: str) -> OtherForm | None:
 
 def why_not(other: OtherForm) -> str:
     """Return the reason for which a head of this form is refused, and what runs."""
-    return f"a {other.name} head, which {other.drafts}: not implemented; EAGLE heads run (docs/models.md)"
+    return f"a {other.name} head, which {other.drafts}: not implemented; docs/models.md has the forms that run"
 
 
 def _refuse(other: OtherForm, key: str, got: object, path: Path | None) -> NoReturn:
     raise UnsupportedModelError(key, one_line(got) if isinstance(got, str) else got, why_not(other), path)
+
+
+def _says(raw: Mapping[str, Any], key: str, value: Any) -> bool:
+    """Return whether a key, which a dot may divide, has a value; of ``None``, any but null and false."""
+    got = _value(raw, key)
+    return bool(got == value) if value is not None else got not in (None, False)
 
 
 def _value(raw: Mapping[str, Any], key: str) -> Any:

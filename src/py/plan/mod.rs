@@ -37,6 +37,8 @@ pub(super) struct Plan {
     expand_page_size: Option<u32>,
     /// Page column at which the keys of each request begin; empty if all begin at the row's first page.
     pub(super) first_pages: Box<[u32]>,
+    /// A mask word of each query in place of the plan's own masks (`attending_block`); empty if those count.
+    block: Box<[u64]>,
     /// The write to static buffers that holds the arrays; `None` if the plan has its arrays itself.
     out: Option<Written>,
 }
@@ -49,6 +51,14 @@ impl Plan {
             let want = format!("format \"native\": {who} reads no arrays of another backend");
             Error::Mismatch { operand: "plan", got, want }
         })
+    }
+
+    /// The masks of the queries, and their words.
+    pub(super) fn masks(&self) -> (&[u64], usize) {
+        match &*self.block {
+            [] => (self.plan.mask(), self.plan.mask_words() as usize),
+            block => (block, 1),
+        }
     }
 }
 
@@ -118,6 +128,23 @@ impl Plan {
             format: self.format,
             expand_page_size: None,
             first_pages: first_pages.into(),
+            block: self.block.clone(),
+            out: None,
+        })
+    }
+
+    /// Returns the same plan, except that each query attends all queries of its request, those behind it included: the
+    /// plan of a block that is not causal. It must be of an `extend` in format `"native"`, with at most 64 queries of a
+    /// request.
+    fn attending_block(&self) -> PyResult<Self> {
+        let block = self.native("attending_block")?.block_masks()?;
+        Ok(Self {
+            plan: self.plan.clone(),
+            pool: self.pool.clone(),
+            format: self.format,
+            expand_page_size: None,
+            first_pages: self.first_pages.clone(),
+            block: block.into(),
             out: None,
         })
     }
@@ -221,8 +248,8 @@ impl Plan {
     /// causal plan.
     #[getter]
     fn mask(&self) -> PyResult<Array> {
-        let words: &[i64] = bytemuck::cast_slice(self.plan.mask());
-        Ok(Array::new(words, &[self.plan.queries(), self.plan.mask_words() as usize])?)
+        let (mask, words) = self.masks();
+        Ok(Array::new(bytemuck::cast_slice::<u64, i64>(mask), &[self.plan.queries(), words])?)
     }
 
     /// Returns the pages of each request, int32 [B, columns]; 0 in columns without a page.

@@ -192,6 +192,7 @@ impl Planner {
             format: self.format,
             expand_page_size,
             first_pages: Box::default(),
+            block: Box::default(),
             out,
         })
     }
@@ -392,6 +393,7 @@ impl Planner {
             format: self.format,
             expand_page_size,
             first_pages: Box::default(),
+            block: Box::default(),
             out: None,
         })
     }

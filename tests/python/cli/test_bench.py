@@ -18,7 +18,7 @@ from specrs.cli import main
 from specrs.engine.devices.memory_plan import Budget, Head
 from specrs.measuring import cases, floors, report, shapes
 from specrs.measuring.rounds import EDGE, Steady
-from specrs.models import Eagle3Head, LlamaModel, ModelConfig, ops_for
+from specrs.models import Eagle3Head, LlamaModel, ModelConfig, check_draft, ops_for
 
 TIMES = {
     "type": ["object", "null"], "required": ["ms", "host_ms", "period_ms", "floor_ms", "of_floor"],
@@ -169,7 +169,7 @@ def test_shapes_are_configurations_that_run(name: str, tmp_path: Path) -> None:
     with shapes.random_weights():
         target, draft = shapes.directories(tmp_path, shapes.shape_config(name))
         sizes = ModelConfig.from_directory(target)
-        config, found = Eagle3Head.check(draft, sizes)
+        config, found = check_draft(draft, sizes)
     assert why_not(sizes) is None and why_not(config) is None
     assert found["fc.weight"] == (sizes.hidden_size, 3 * sizes.hidden_size)
 

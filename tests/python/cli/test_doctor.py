@@ -173,11 +173,11 @@ def test_a_head_that_does_not_run_is_a_problem_with_its_name(
 ) -> None:
     model = write_target(tmp_path / "model")
     (tmp_path / "draft").mkdir()
-    raw = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dflash_config": {"mask_token_id": 7}}
+    raw = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dflash_config": {"selector_rank": 256}}
     (tmp_path / "draft" / "config.json").write_text(json.dumps(raw))
     status, report = doctor(capsys, str(model), "--draft", str(tmp_path / "draft"))
     [found] = problems(report)
-    assert status == 1 and "dflash_config = {'mask_token_id': 7}: a DFlash head, which drafts all" in found["problem"]
+    assert status == 1 and "dflash_config.selector_rank = 256: a DFlash2 head, which has" in found["problem"]
     assert "docs/models.md" in found["remedy"]
 
 

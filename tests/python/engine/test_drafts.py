@@ -22,7 +22,8 @@ from drafts_world import VOCAB, Seen, agree, choosing, head_for, reference, watc
 from modelzoo import Pair, read_weights, write_target
 from reference_drafts import Reference, Target
 from reference_heads import Sizes
-from specrs.engine.devices.host import HostDrafts, _Pass
+from specrs.engine.devices.head_inputs import ScoredPass
+from specrs.engine.devices.host import HostDrafts
 from specrs.engine.drafting.budget import RATE
 from specrs.engine.drafting.plans import RoundPlan
 from specrs.engine.request.batch import Batch
@@ -386,6 +387,6 @@ def test_features_are_kept_without_a_gap_or_not_at_all() -> None:
     for end, kept in ((6, (6, 9)), (2, None)):
         state: Any = HeadState(end=end)
         request: Any = SimpleNamespace(head=state, committed=9)
-        passed: Any = _Pass(memory, [0], torch.zeros(8, 2))
+        passed: Any = ScoredPass(memory, [0], torch.zeros(8, 2))
         HostDrafts.keep(None, [request], passed, [range(3)])  # type: ignore[arg-type]
         assert (None if state.features is None else (state.features.start, state.features.end)) == kept

@@ -115,6 +115,7 @@ class DeviceDrafts:
     host: Any
     log: list[str]
     unites: ClassVar[bool] = False
+    catches_up: ClassVar[bool] = False
 
     def keep(self, batch: Any, passed: Any, rows: Any) -> None:
         self.log.append("keep")

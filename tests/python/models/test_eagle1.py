@@ -19,6 +19,7 @@ from specrs.models import (
     LlamaModel,
     ModelFileError,
     UnsupportedModelError,
+    check_draft,
     ops_for,
     torch_ops,
 )
@@ -182,7 +183,7 @@ def test_heads_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(kind, match=match):
             Eagle3Head.load(head, torch_ops(), target)
         with pytest.raises(kind, match=match):
-            Eagle3Head.check(head, target.config)
+            check_draft(head, target.config)
 
     refused(DraftMismatchError, "hidden_size = 32", hidden_size=32)
     refused(DraftMismatchError, "vocab_size = 301", vocab_size=301)
@@ -208,7 +209,7 @@ def test_a_gpu_runs_such_a_head_of_its_sizes(tmp_path: Path) -> None:
     place = modelzoo.write_target(tmp_path / "target", vocab_size=304)
     for head_dim, why in ((64, None), (32, "head_dim = 32")):
         head = modelzoo.write_eagle1(tmp_path / f"head{head_dim}", place, head_dim=head_dim)
-        config, _ = Eagle3Head.check(head, LlamaModel.load(place, torch_ops()).config)
+        config, _ = check_draft(head, LlamaModel.load(place, torch_ops()).config)
         assert isinstance(config, Eagle1Config)
         found = why_not(config)
         assert found is None if why is None else found is not None and why in found

@@ -16,7 +16,7 @@ from reference_heads import Sizes
 from specrs import LLM, SamplingParams
 from specrs import _specrs as core
 from specrs.engine.devices.memory_plan import Head, head_elements
-from specrs.models import HOST, Eagle3Config, Eagle3Head, LlamaModel, Ops, ops_for, torch_ops
+from specrs.models import HOST, Eagle3Config, Eagle3Head, LlamaModel, Ops, check_draft, ops_for, torch_ops
 from specrs.models.host_memory import head_bytes
 from specrs.models.layer import Workspace
 
@@ -42,6 +42,9 @@ FORMS: dict[str, tuple[str, Sizes]] = {
         Sizes(streams=(0, 1, 2, 4, 5), qk_norm=True, layers=2, fc_norm=True, norm_output=True, biases=True),
     ),
     "sglang, older names": ("sglang", Sizes(fc_norm=True)),
+    "P-EAGLE": ("P-EAGLE", Sizes(layers=4, mask=5)),
+    "P-EAGLE of speculators": ("P-EAGLE of speculators", Sizes(layers=2, mask=0, qk_norm=True, eps=1e-6, levels=7)),
+    "P-EAGLE for vLLM": ("P-EAGLE for vLLM", Sizes(mask=299, fc_norm=True, norm_output=True, levels=2)),
 }
 
 
@@ -130,6 +133,28 @@ def test_draft_steps_give_the_trained_logits(tmp_path: Path, ops: str, name: str
             beams.advance(logits)
 
 
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("name", [name for name in FORMS if "P-EAGLE" in name])
+def test_masked_rows_give_the_trained_logits(tmp_path: Path, ops: str, name: str) -> None:
+    """The levels behind the first, in one pass, against a pass over text and masks."""
+    driver, head, reference = build(tmp_path, OPS[ops](), name)
+    sizes, tokens, seq = FORMS[name][1], random_tokens(23, seed=2), driver.new()
+    assert isinstance(head.config, Eagle3Config) and sizes.mask is not None and driver.draft_kv is not None
+    assert (head.config.mask_token, head.config.levels) == (sizes.mask, sizes.levels)
+    length, behind = len(tokens) - 1, sizes.levels - 1
+    _, aux = driver.extend([seq], [0], [tokens[:length]], aux=True)
+    assert aux is not None
+    first, _ = driver.head_extend(seq, 0, tokens[1:], aux, torch.tensor([length - 1]))
+    hidden = modelzoo.read_weights(tmp_path / "head")["mask_hidden"].view(1, -1)
+    features = reference.fuse(torch.cat((aux.double(), hidden.double().expand(behind, -1))))
+    want, _ = reference([*tokens[1:], *[sizes.mask] * behind], features)
+    close(first, want[length - 1 : length])
+    for _ in range(2):
+        with driver.pool.reserve([(seq, length + behind)]):
+            got = head.masked(driver.planner.extend([seq], [length], [behind]), driver.draft_kv)
+        close(got, want[length:])
+
+
 @pytest.mark.parametrize("name", ["speculators, layers", "SpecForge, layers", "EAGLE-3.1", "NVIDIA"])
 def test_write_leaves_the_bits_that_extend_does(tmp_path: Path, name: str) -> None:
     whole, head, _ = build(tmp_path, ops_for(), name)
@@ -155,7 +180,7 @@ def test_write_leaves_the_bits_that_extend_does(tmp_path: Path, name: str) -> No
 def test_memory_of_a_head_is_counted(tmp_path: Path, name: str) -> None:
     """Scratch memory, and bytes of weights; both are planned by configuration and headers alone."""
     driver, head, _ = build(tmp_path, ops_for(), name)
-    planned = Head(*Eagle3Head.check(tmp_path / "head", driver.target.config))
+    planned = Head(*check_draft(tmp_path / "head", driver.target.config))
     assert planned.config == head.config
     head.reserve(64, 64, 16)
     blocks = [each for each in vars(head).values() if isinstance(each, Workspace)]
@@ -168,11 +193,12 @@ def test_memory_of_a_head_is_counted(tmp_path: Path, name: str) -> None:
     vectors = 4 * sum(shape[0] for shape in shapes.values() if len(shape) == 1)
     table = 0 if head.embedding is driver.target.embedding else head.embedding.table.nbytes  # type: ignore[attr-defined]
     ids = 8 * (FORMS[name][1].draft_vocab or 0)
+    vectors += 4 * head.config.hidden_size if "mask_hidden" in shapes else 0
     assert head_bytes(head.config, tmp_path / "head", HOST) == packed + vectors + table + ids
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", ["speculators, layers", "EAGLE-3.1", "NVIDIA", "DeepSpec, all"])
+@pytest.mark.parametrize("name", ["speculators, layers", "EAGLE-3.1", "NVIDIA", "DeepSpec, all", "P-EAGLE"])
 def test_tokens_are_those_of_plain_decoding(tmp_path: Path, name: str, temperature: float) -> None:
     form, sizes = FORMS[name]
     sizes = Sizes(**{**vars(sizes), "hidden": 64, "vocab": 12, "draft_vocab": None})
@@ -191,4 +217,4 @@ def test_tokens_are_those_of_plain_decoding(tmp_path: Path, name: str, temperatu
             llm.audit()
         assert [out.token_ids for out in outputs] == want
         accepted = sum(i * rounds for out in outputs for i, rounds in enumerate(out.accepted_drafts))
-        assert accepted > 8, "the head drafts what its target chooses"
+        assert accepted > (4 if name == "P-EAGLE" else 8), "the head drafts what its target chooses"

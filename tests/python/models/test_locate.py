@@ -220,6 +220,6 @@ def test_a_wrong_draft_is_said_to_be_the_draft(tiny: Pair, tmp_path: Path, capsy
 def test_a_head_for_a_model_and_a_model_for_a_head(tiny: Pair) -> None:
     with pytest.raises(specrs.UnsupportedModelError, match=r"a draft head: give it as draft"):
         LLM(tiny.draft)
-    with pytest.raises(specrs.UnsupportedModelError, match=r"a model, no draft head: draft needs an EAGLE head"):
+    with pytest.raises(specrs.UnsupportedModelError, match=r"a model, no draft head: draft needs a draft head"):
         LLM(tiny.target, tiny.target)
     assert json.loads((tiny.draft / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]

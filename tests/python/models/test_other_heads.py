@@ -22,6 +22,7 @@ from specrs.models import (
     ModelConfig,
     ModelFileError,
     UnsupportedModelError,
+    check_draft,
     torch_ops,
 )
 from specrs.models.cuda import why_not
@@ -32,27 +33,12 @@ _LAYER = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 5, "num
           "intermediate_size": 96, "vocab_size": 300}  # fmt: skip
 _BLOCK = {**_LAYER, "architectures": ["DFlashDraftModel"], "block_size": 16, "num_target_layers": 36}
 PUBLISHED = {  # config.json as trainers write them, shortened
-    "DFlash": {**_BLOCK, "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 2]}},
-    "DFlash of speculators": {
-        "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "block_size": 8, "mask_token_id": 7,
-        "transformer_layer_config": _LAYER,
-    },
-    "JetSpec": {**_BLOCK, "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1], "causal_head": True}},
     "DFlash2": {**_BLOCK, "architectures": ["DFlash2DraftModel"], "dflash_config": {"selector_rank": 256}},
-    "Domino": {**_BLOCK, "architectures": ["DominoDraftModel"], "dflash_config": {"projector_type": "domino"}},
-    "Domino by its key": {**_BLOCK, "dflash_config": {"projector_type": "domino", "emb_dim": 256}},
-    "DSpark": {**_BLOCK, "architectures": ["DSparkDraftModel"], "dflash_config": {"projector_type": "dspark"}},
-    "DSpark of DeepSpec": {**_LAYER, "architectures": ["Qwen3DSparkModel"], "markov_rank": 256, "block_size": 7},
-    "DSpark without Markov": {**_LAYER, "architectures": ["Qwen3DSparkModel"], "markov_rank": 0, "block_size": 7},
+    "DSpark for Gemma 4": {**_LAYER, "architectures": ["Gemma4DSparkModel"], "markov_rank": 256, "block_size": 7},
+    "DSpark for DeepSeek V4": {**_LAYER, "architectures": ["DeepseekV4DSparkModel"], "block_size": 7},
     "DFlare": {**_BLOCK, "architectures": ["QwenDFlareDraftModel"], "dflash_config": {"mask_token_id": 7}},
     "DFlash of AngelSlim": {**_BLOCK, "architectures": ["QwenDFlashDraftModel"]},
     "DFly": {**_BLOCK, "architectures": ["DFlyDraftModel"]},
-    "P-EAGLE": {**_LAYER, "model_type": "llama", "architectures": ["PEagleDraftModel"], "draft_vocab_size": 300},
-    "P-EAGLE of speculators": {
-        "architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle", "mask_token_id": 7,
-        "transformer_layer_config": _LAYER,
-    },
-    "P-EAGLE for vLLM": {**_LAYER, "architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 7},
     "MTP": {"architectures": ["MTPSpeculator"], "speculators_model_type": "mtp", "transformer_layer_config": _LAYER},
     "Medusa": {"architectures": ["MedusaModel"], "medusa_num_heads": 3},
 }  # fmt: skip
@@ -63,17 +49,17 @@ def test_another_form_is_named_without_a_file_of_weights(tmp_path: Path, name: s
     target = ModelConfig.from_directory(modelzoo.write_target(tmp_path / "target"))
     (tmp_path / "head").mkdir()
     modelzoo.write_json(tmp_path / "head" / "config.json", PUBLISHED[name])
-    with pytest.raises(UnsupportedModelError, match=rf"a {name.split()[0]} head, which .*: not implemented; EAGLE"):
-        Eagle3Head.check(tmp_path / "head", target)
+    with pytest.raises(UnsupportedModelError, match=rf"a {name.split(',')[0]} head, which .*: not implemented"):
+        check_draft(tmp_path / "head", target)
 
 
 def test_an_engine_says_the_same(tmp_path: Path) -> None:
     target = modelzoo.write_target(tmp_path / "target")
     (tmp_path / "head").mkdir()
-    modelzoo.write_json(tmp_path / "head" / "config.json", PUBLISHED["DFlash"])
-    with pytest.raises(UnsupportedModelError, match="a DFlash head") as caught:
+    modelzoo.write_json(tmp_path / "head" / "config.json", PUBLISHED["DFlash2"])
+    with pytest.raises(UnsupportedModelError, match="a DFlash2 head") as caught:
         LLM(target, tmp_path / "head")
-    assert caught.value.what == "dflash_config"
+    assert caught.value.what == "dflash_config.selector_rank"
 
 
 @pytest.mark.parametrize(("other", "tensor"), [(o.name, t) for o in OTHERS for t in o.tensors], ids=str)
@@ -81,18 +67,21 @@ def test_another_form_is_named_by_its_tensors(tmp_path: Path, other: str, tensor
     target, directory, tensors = head(tmp_path)
     save_file({**tensors, f"{tensor}weight": torch.ones(2, 2)}, directory / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match=f"tensor {tensor}weight = .*a {other} head"):
-        Eagle3Head.check(directory, target)
+        check_draft(directory, target)
 
 
 def test_forms_share_no_name() -> None:
     """So the order of the rows decides only where a head has a model's name."""
-    named = [name for form in FORMS if not form.tensors for name in form.architectures]
+    named = [name for form in FORMS if not form.tensors and not form.keys for name in form.architectures]
     named += [name for other in OTHERS for name in other.architectures]
     assert len(named) == len(set(named))
     for form in FORMS:
         for name in form.architectures:
-            assert form_of({"architectures": [name]}, tensors=form.tensors).name == form.name
-    with pytest.raises(UnsupportedModelError, match="speculators_model_type = 'independent': implemented: eagle3"):
+            keys = {key: value or True for key, value in form.keys.items()}
+            section = {key.removeprefix("dflash_config."): value for key, value in keys.items()}
+            raw = {**keys, "architectures": [name], "dflash_config": section}
+            assert form_of(raw, tensors=form.tensors).name == form.name
+    with pytest.raises(UnsupportedModelError, match="speculators_model_type = 'independent': implemented: peagle"):
         form_of({"architectures": ["Eagle3DraftModel"], "speculators_model_type": "independent"})
     with pytest.raises(UnsupportedModelError, match="a model, no draft head"):
         form_of({"architectures": ["LlamaForCausalLM"]}, tensors=())
@@ -151,7 +140,7 @@ def test_a_key_that_nothing_here_computes_is_named(
     target, directory, _ = head(tmp_path)
     modelzoo.edit_config(directory, **change)
     with pytest.raises(kind, match=match):
-        Eagle3Head.check(directory, target)
+        check_draft(directory, target)
 
 
 def test_keys_that_agree_or_change_nothing_are_taken() -> None:
@@ -174,13 +163,13 @@ def test_a_layer_whose_defaults_are_not_known_is_named(kind: str) -> None:
 def test_tied_embeddings_of_the_head_are_refused(tmp_path: Path) -> None:
     target, directory, tensors = head(tmp_path, hidden=64, draft_vocab=None)
     modelzoo.edit_config(directory, tie_word_embeddings=True)
-    Eagle3Head.check(directory, target)  # the file's own lm_head counts
+    check_draft(directory, target)  # the file's own lm_head counts
     del tensors["lm_head.weight"]
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match=r"tie_word_embeddings = True: .*; add lm_head.*, or set false"):
-        Eagle3Head.check(directory, target)
+        check_draft(directory, target)
     modelzoo.edit_config(directory, tie_word_embeddings=False)
-    Eagle3Head.check(directory, target)
+    check_draft(directory, target)
 
 
 @pytest.mark.parametrize(
@@ -198,14 +187,14 @@ def test_a_tensor_that_nothing_here_reads_is_named(
     target, directory, tensors = head(tmp_path)
     save_file({**tensors, name: torch.ones(shape)}, directory / "model.safetensors")
     with pytest.raises(ConfigError, match=match):
-        Eagle3Head.check(directory, target)
+        check_draft(directory, target)
 
 
 def test_copies_of_the_targets_weights_are_passed_over(tmp_path: Path) -> None:
     target, directory, tensors = head(tmp_path)
     more = {"verifier_lm_head.weight": torch.ones(300, 64), "verifier_norm.weight": torch.ones(64)}
     save_file({**tensors, **more, "rotary_emb.inv_freq": torch.ones(5)}, directory / "model.safetensors")
-    _, shapes = Eagle3Head.check(directory, target)
+    _, shapes = check_draft(directory, target)
     assert not set(more) & set(shapes)
 
 

@@ -191,6 +191,37 @@ def test_a_plan_may_attend_from_a_later_page() -> None:
             other.attending_from([8])
 
 
+def test_the_queries_of_a_block_may_attend_to_all_of_it() -> None:
+    pool, planner, seq = world(4)
+    pool.reserve([(seq, 9)]).commit([9])
+    with pool.reserve([(seq, 30)]):
+        plan = planner.extend([seq], [9], [3], pad=(2, 5))
+        block = plan.attending_block()
+        assert plan.mask.tolist() == [[]] * 5 and block.mask.tolist() == [[7]] * 3 + [[0]] * 2
+        assert block.positions.tolist() == plan.positions.tolist() == [9, 10, 11, 0, 0]
+        later = plan.attending_from([8]).attending_block()
+        assert later.first_pages == [2, 0] and later.mask.tolist() == block.mask.tolist()
+        assert block.attending_from([8]).mask.tolist() == block.mask.tolist()
+        with pytest.raises(core.ConfigError, match="plan of a block = decode: blocks are planned as an extend"):
+            planner.decode([seq], [9]).attending_block()
+        other = core.Planner(planner.geometry, pool, format="flashinfer").extend([seq], [9], [2])
+        with pytest.raises(core.ConfigError, match="format"):
+            other.attending_block()
+    pool.release([seq])
+    with pytest.raises(core.StaleHandleError):
+        block.page_table()
+
+
+def test_a_block_has_at_most_a_word_of_queries() -> None:
+    geometry = core.Geometry(1, 200, 4, core.TreeShape(1, 1, 2))
+    pool = core.Pool(60, 4, 1, geometry.row_pages)
+    planner, seq = core.Planner(geometry, pool), pool.create()
+    with pool.reserve([(seq, 65)]):
+        assert planner.extend([seq], [0], [64]).attending_block().mask.tolist() == [[-1]] * 64
+        with pytest.raises(core.ConfigError, match="queries of a block"):
+            planner.extend([seq], [0], [65]).attending_block()
+
+
 def test_plans_go_stale_with_their_rows() -> None:
     pool, planner, seq = world(4)
     with pool.reserve([(seq, 5)]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,7 +12,8 @@ from specrs import _specrs as core
 from specrs.engine.drafting.chooser import Kind, TreePolicy
 from specrs.engine.drafting.costs import Costs, Pace, PassCost
 from specrs.engine.rounds.pages import Pages
-from specrs.models.eagle3 import Eagle3Head
+from specrs.models.head import BlockDrafter, Head, StepDrafter
+from specrs.models.head_config import Eagle3Config
 from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
 
@@ -25,7 +26,7 @@ _CONTEXT = 256  # tokens before the rows, because attention to them adds to the 
 def calibrated(
     target: LlamaModel,
     cache: KvMemory,
-    head: tuple[Eagle3Head, KvMemory] | None,
+    head: tuple[Head, KvMemory] | None,
     planner: core.Planner,
     pages: Pages,
 ) -> TreePolicy:
@@ -74,7 +75,7 @@ def calibrated(
 
     with pages.pool.reserve([(seq, context + most)]) as lease:
         lease.advance([context])  # passes are planned behind committed positions; any KV there costs the same
-        ratios = [measure(run) for run in (verify, *(() if head is None else _of_head(target, *head, most)))]
+        ratios = [measure(run) for run in (verify, *(() if head is None else _passes(target, *head, most)))]
     pages.pool.release([seq])
     alone = statistics.median(plain)
     costs = [PassCost(table, [alone * ratio for ratio in some], pace) for some in ratios]
@@ -82,15 +83,54 @@ def calibrated(
         nothing = PassCost([1], [0.0], pace)
         return TreePolicy(Costs(costs[0], nothing, nothing, nothing))
     steps = planner.geometry.shape.steps
-    return TreePolicy(
-        Costs(costs[0], costs[1], costs[2], costs[2]), [Kind.of(one, steps) for one in head[0].acceptance]
-    )
+    kinds = [Kind.of(one, steps) for one in head[0].acceptance]
+    if head[0].passes == "block":
+        return TreePolicy(_of_blocks(costs, head[0].config.block_size, planner.geometry.max_batch), kinds)
+    if isinstance(head[0].config, Eagle3Config) and head[0].config.levels:
+        return TreePolicy(_of_blocks(costs, head[0].config.levels - 1, planner.geometry.max_batch), kinds)
+    return TreePolicy(Costs(costs[0], costs[1], costs[2], costs[2]), kinds)
 
 
-def _of_head(
-    target: LlamaModel, head: Eagle3Head, cache: KvMemory, most: int
-) -> tuple[Callable[[int, core.Plan], None], Callable[[int, core.Plan], None]]:
-    """Return functions that run a draft step and a draft_extend of up to ``most`` rows."""
+def _of_blocks(costs: Sequence[PassCost], rows: int, most: int) -> Costs:
+    """Return the costs of an engine whose head drafts all levels in one pass, before which it runs over the last
+    round's tokens.
+
+    Args:
+        costs: costs of the target's passes, of blocks (or draft steps) and of writes (or extends).
+        rows: rows of that pass for a request.
+        most: most requests of a batch.
+    """
+    target, blocks, writes = costs
+    batches = sorted({*(1 << i for i in range(most.bit_length())), most})
+    # `Costs.drafting` asks for two positions of each request.
+    drafting = [(blocks.at(n * rows) + writes.at(2 * n)) / target.pace.factor for n in batches]
+    one = PassCost([2 * n for n in batches], drafting, target.pace)
+    return Costs(target, PassCost([1], [0.0], target.pace), one, writes)
+
+
+_Run = Callable[[int, core.Plan], None]
+
+
+def _passes(target: LlamaModel, head: Head, cache: KvMemory, most: int) -> tuple[_Run, _Run]:
+    """Return functions that run passes of up to ``most`` rows: a draft step and a draft_extend, or a block and a
+    write."""
+    return _blocks(target, head, cache, most) if head.passes == "block" else _steps(target, head, cache, most)
+
+
+def _blocks(target: LlamaModel, head: BlockDrafter, cache: KvMemory, most: int) -> tuple[_Run, _Run]:
+    aux = target.ops.placement.empty(len(head.aux_layers), most, target.config.hidden_size).zero_()
+
+    def block(n: int, plan: core.Plan) -> None:
+        logits, _ = head.draft(torch.tensor(head.block(0, n)), plan, cache, torch.arange(n))
+        core.DraftLists(target.ops.dense.host(logits), [n], 1)
+
+    def write(n: int, plan: core.Plan) -> None:
+        target.ops.dense.host(head.write([a[:n] for a in aux], plan, cache)[-1])
+
+    return block, write
+
+
+def _steps(target: LlamaModel, head: StepDrafter, cache: KvMemory, most: int) -> tuple[_Run, _Run]:
     at, host = target.ops.placement, target.ops.dense.host
     aux = at.empty(len(head.aux_layers), most, target.config.hidden_size).zero_()
     hidden = at.empty(most, head.config.hidden_size).zero_()

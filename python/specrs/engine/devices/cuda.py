@@ -27,7 +27,8 @@ from specrs.engine.devices.entering import Entering
 from specrs.engine.devices.format_arrays import FormatArrays
 from specrs.engine.devices.given import Seat
 from specrs.engine.devices.graphs import Bucket
-from specrs.engine.devices.host import Entries, HostDrafted, HostDrafts, HostExecutor, Root
+from specrs.engine.devices.head_inputs import Entries, HostDrafted
+from specrs.engine.devices.host import HostDrafts, HostExecutor, Root
 from specrs.engine.devices.launched import AskedRound, DeviceRoot, LaunchedRound
 from specrs.engine.devices.launches import Variant
 from specrs.engine.devices.memory import (
@@ -58,10 +59,12 @@ from specrs.engine.request.request import Request
 from specrs.engine.rounds.executor import Deepen, Pass, Verified
 from specrs.engine.rounds.pages import Pages
 from specrs.models.acceptance import UNKNOWN
+from specrs.models.block_head import BlockHead
 from specrs.models.config import LayerConfig
 from specrs.models.cuda import CudaDense, CudaLinear, DevicePlan
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.features import FeatureRows, Features
+from specrs.models.head import Head
 from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
 
@@ -77,13 +80,14 @@ class CudaExecutor(HostExecutor):
     def __init__(
         self,
         target: LlamaModel,
-        head: Eagle3Head | None,
+        head: Eagle3Head | BlockHead | None,
         config: EngineConfig,
         geometry: core.Geometry,
         pool: core.Pool,
     ) -> None:
         dense = target.ops.dense
         assert isinstance(dense, CudaDense)
+        assert not isinstance(head, BlockHead)  # refused before it was read (`models.cuda.why_not`)
         self._dense, cuda = dense, target.ops.placement.device
         torch.cuda.synchronize(cuda)  # the weights have arrived
         self._stream = torch.cuda.Stream(cuda)  # type: ignore[no-untyped-call]
@@ -128,7 +132,8 @@ class CudaExecutor(HostExecutor):
         with torch.inference_mode(False), torch.cuda.stream(self._stream):
             yield
 
-    def _drafts(self, head: Eagle3Head, cache: KvMemory, config: EngineConfig) -> HostDrafts:
+    def _drafts(self, head: Head, cache: KvMemory, config: EngineConfig) -> HostDrafts:
+        assert isinstance(head, Eagle3Head)
         self._roots = Roots(head, config.max_batch)
         return CudaDrafts(self._roots, head, cache, self.planner, config, self.target.config.vocab_size)
 
@@ -257,7 +262,7 @@ class CudaExecutor(HostExecutor):
         """Run both models over the first positions of a sequence."""
         tokens, plan = torch.zeros(n, dtype=torch.int64), self.planner.extend([seq], [0], [n])
         aux = self._logits(tokens, plan, self.drafts is not None, tokens[:1])[1]
-        if self.drafts is not None and aux is not None:
+        if isinstance(self.drafts, CudaDrafts) and aux is not None:
             self.drafts.head.write(tokens, aux.layers, plan, self.drafts.cache)
             self.drafts.head.extend(tokens, aux.layers, plan, self.drafts.cache, tokens[:1])
 

@@ -8,51 +8,34 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import cast
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
-from specrs.engine.config import EngineConfig
+from specrs.engine.config import BlockEngineConfig, EngineConfig
 from specrs.engine.devices.calibration import calibrated
+from specrs.engine.devices.head_inputs import Entries, HostDrafted, KeptInputs, ScoredPass, begun, non_finite
+from specrs.engine.devices.host_blocks import HostBlocks, HostMasks
 from specrs.engine.drafting.chooser import TAIL, TreePolicy
 from specrs.engine.drafting.costs import PassCost
 from specrs.engine.drafting.trees import Drafted
 from specrs.engine.request.batch import Batch
-from specrs.engine.request.head_state import HeadState
 from specrs.engine.request.request import Request
-from specrs.engine.rounds.executor import Deepen, Pass, Verified
+from specrs.engine.rounds.executor import Deepen, Verified
 from specrs.engine.rounds.pages import Pages
-from specrs.models.eagle3 import Eagle3Head
-from specrs.models.features import FeatureRows, Features, KeptFeatures, gather
+from specrs.models.features import FeatureRows
+from specrs.models.head import Head, StepDrafter
 from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
 
 
 @dataclass(eq=False)
-class _Pass:
-    aux: FeatureRows | None  # features of its rows
-    starts: Sequence[int]  # each request's first row
-    scores: torch.Tensor  # float32 logits on the host; the next pass may overwrite them
-
-    def features(self, request: int, rows: Sequence[int]) -> Features:
-        """The target's features of the given rows of a request, in order."""
-        assert self.aux is not None
-        first = self.starts[request]
-        return Features(self.aux, [first + row for row in rows])
-
-    def logits(self, request: int, rows: Sequence[int]) -> torch.Tensor:
-        first = self.starts[request]
-        return self.scores[[first + row for row in rows]]
-
-
-@dataclass(eq=False)
-class HostPrefilled(_Pass):
+class HostPrefilled(ScoredPass):
     drawn: list[tuple[list[int], core.NonFiniteError | core.GrammarFailedError | None]]
     kept: dict[int, int]  # maps a row of the pass to its row in `scores`
 
@@ -62,7 +45,7 @@ class HostPrefilled(_Pass):
 
 
 @dataclass(eq=False)
-class HostVerified(_Pass):
+class HostVerified(ScoredPass):
     trees: core.TreeBatch
     accepts: core.Accepts
     faults: Sequence[tuple[core.NonFiniteError, int]]
@@ -81,13 +64,6 @@ class HostVerified(_Pass):
 
 
 @dataclass(eq=False)
-class HostDrafted:
-    trees: core.TreeBatch
-    levels: int
-    faults: list[tuple[core.NonFiniteError, int]]
-
-
-@dataclass(eq=False)
 class Root:
     """The head's result for a request's root: logits and hidden state. Both lie in the head's memory until `keep`."""
 
@@ -97,30 +73,6 @@ class Root:
     def keep(self) -> None:
         """Copy the logits and the hidden state, before the head's next pass overwrites them."""
         self.logits, self.hidden = self.logits.clone(), self.hidden.clone()
-
-
-@dataclass(frozen=True)
-class Entries:
-    """Entries of the head's KV to write: ``count`` positions of a request from ``start`` on."""
-
-    request: Request
-    start: int
-    count: int
-
-    @property
-    def text(self) -> list[int]:
-        """The tokens at these positions, and the token behind."""
-        return self.request.tokens[self.start : self.start + self.count + 1]
-
-    @property
-    def kept(self) -> bool:
-        """True if the features of all these positions are kept."""
-        features = cast("KeptFeatures | None", self.request.head.features)
-        return features is not None and features.covers(self.start, self.start + self.count)
-
-    def features(self) -> list[Features]:
-        """The kept features of these positions."""
-        return cast(KeptFeatures, self.request.head.features).of(self.start, self.start + self.count)
 
 
 class HostExecutor:
@@ -138,7 +90,7 @@ class HostExecutor:
     def __init__(
         self,
         target: LlamaModel,
-        head: Eagle3Head | None,
+        head: Head | None,
         config: EngineConfig,
         geometry: core.Geometry,
         pool: core.Pool,
@@ -148,13 +100,17 @@ class HostExecutor:
         capabilities, dtype = target.ops.attention.capabilities, getattr(torch, config.kv_dtype)
         self.planner = core.Planner(geometry, pool, format=capabilities.format, mask=capabilities.mask)
         self.cache = target.new_cache(pool.num_pages, pool.page_size, dtype)
-        self.drafts: HostDrafts | None = None
+        self.drafts: HostDrafts | HostBlocks | HostMasks | None = None
         self._cost: PassCost | None = None  # of the target's passes, if a cost model goes by it
         if head is not None:
             self.drafts = self._drafts(head, head.new_cache(pool.num_pages, pool.page_size, dtype), config)
 
-    def _drafts(self, head: Eagle3Head, cache: KvMemory, config: EngineConfig) -> HostDrafts:
+    def _drafts(self, head: Head, cache: KvMemory, config: EngineConfig) -> HostDrafts | HostBlocks | HostMasks:
         """Return the object that runs the head's passes."""
+        if head.passes == "block":
+            return HostBlocks(head, cache, self.planner, config)
+        if isinstance(config, BlockEngineConfig):
+            return HostMasks(head, cache, self.planner, config)
         return HostDrafts(head, cache, self.planner, config, self.target.config.vocab_size)
 
     def entered(self) -> AbstractContextManager[object]:
@@ -162,7 +118,9 @@ class HostExecutor:
 
     @property
     def tail(self) -> int | None:
-        return TAIL if self.planner.format == "native" else None  # lists of other formats begin at a first position
+        if self.planner.format != "native":  # lists of other formats begin at a first position
+            return None
+        return self.planner.geometry.max_context_len if isinstance(self.drafts, HostBlocks) else TAIL
 
     def policy(self, pages: Pages) -> TreePolicy:
         head = None if self.drafts is None else (self.drafts.head, self.drafts.cache)
@@ -247,8 +205,8 @@ class HostExecutor:
         return self.drafts is not None and any(r.head.followed for r in batch)
 
 
-class HostDrafts:
-    """Runs the head's passes.
+class HostDrafts(KeptInputs):
+    """Runs the passes of a head that drafts step by step.
 
     Attributes:
         head: the model.
@@ -256,39 +214,25 @@ class HostDrafts:
         beams: the round's candidates.
     """
 
+    catches_up = False
+
     def __init__(
         self,
-        head: Eagle3Head,
+        head: StepDrafter,
         cache: KvMemory,
         planner: core.Planner,
         config: EngineConfig,
         vocab_size: int,
     ) -> None:
+        super().__init__(planner)
         geometry = planner.geometry
         self.head, self.cache = head, cache
         self.beams = core.DraftBeams(geometry.max_batch, geometry.shape, head.d2t, vocab_size)
-        self._planner, self._geometry, self._mode = planner, geometry, config.branches_attend
+        self._geometry, self._mode = geometry, config.branches_attend
         self._levels = config.head_shape.steps  # deeper sources may raise the geometry's steps, but not these
         self._lent: list[tuple[Request, Root]] = []  # roots that lie in the head's own memory
         # The root of requests that do not draft.
         self._no_root = Root(torch.zeros(self.beams.draft_vocab), head.placement.empty(head.config.hidden_size).zero_())
-
-    def keep(self, batch: Batch, passed: Pass, rows: Sequence[Sequence[int]]) -> None:
-        assert isinstance(passed, _Pass)
-        for i, (r, some) in enumerate(zip(batch, rows, strict=True)):
-            if not r.head.followed or not some:
-                continue
-            r.head.root = None
-            start, kept = r.committed - len(some), cast("KeptFeatures | None", r.head.features)
-            if kept is not None and kept.end == start:
-                kept.add(start, passed.features(i, some))
-                kept.drop(r.head.end)
-            else:  # if others are missing before these, these are of no use
-                new = KeptFeatures.of_pass(start, passed.features(i, some))
-                r.head.features = new if start == r.head.end else None
-
-    def can_extend(self, request: Request) -> bool:
-        return Entries(request, request.head.end, request.lag).kept
 
     def extend(self, requests: Sequence[Request]) -> Sequence[object]:
         self._keep_lent()
@@ -330,9 +274,6 @@ class HostDrafts:
         trees = beams.finish([r.tokens[-1] for r in batch], depths, [shape.draft_tokens] * len(batch))
         return HostDrafted(trees, levels, faults)
 
-    def unite(self, drafted: Drafted, trees: core.TreeBatch) -> Drafted | None:
-        return None
-
     def _extend(
         self, tokens: torch.Tensor, aux: Sequence[torch.Tensor], plan: core.Plan, rows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -342,16 +283,6 @@ class HostDrafts:
     def _step(self, tokens: torch.Tensor, hidden: torch.Tensor, plan: core.Plan) -> tuple[torch.Tensor, torch.Tensor]:
         logits, hidden = self.head.step(tokens, hidden, plan, self.cache)
         return self.head.dense.host(logits), hidden
-
-    def _inputs(self, entries: Sequence[Entries]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], core.Plan]:
-        """Return tokens, features and plan of a pass over entries. An entry's token is the token after its position."""
-        tokens = torch.tensor([t for e in entries for t in e.text[1:]])
-        return tokens, gather(piece for e in entries for piece in e.features()), self._plan(entries)
-
-    def _plan(self, entries: Sequence[Entries]) -> core.Plan:
-        """Plan a pass of the head over entries."""
-        requests, starts, counts = [e.request for e in entries], [e.start for e in entries], [e.count for e in entries]
-        return begun(self._planner.extend([r.seq for r in requests], starts, counts), (r.head for r in requests))
 
     def _lend(self, request: Request, logits: torch.Tensor, hidden: torch.Tensor) -> object:
         root = Root(logits, hidden)
@@ -367,12 +298,6 @@ class HostDrafts:
             if request.head.root is root:
                 root.keep()
         self._lent.clear()
-
-
-def begun(plan: core.Plan, states: Iterable[HeadState]) -> core.Plan:
-    """Return the head's plan, changed so that it reads no draft KV from before each request's `HeadState.first`."""
-    starts = [state.first for state in states]
-    return plan.attending_from(starts) if any(starts) else plan
 
 
 def likeliest(
@@ -406,15 +331,3 @@ def _draw(
         return [request.sampler.draw(logits, len(request.tokens), [])], None
     except (core.NonFiniteError, core.GrammarFailedError) as error:
         return [], error
-
-
-def non_finite(what: str, row: torch.Tensor) -> core.NonFiniteError | None:
-    """Return the error for a row that holds NaN or an infinity; ``None`` if all its values are finite."""
-    bad = (~row.isfinite()).nonzero()
-    if not len(bad):
-        return None
-    index = int(bad[0])
-    value = str(row[index].item())
-    error = core.NonFiniteError(f"{what}: {value} at index {index}")
-    error.kind, error.what, error.value, error.index = "NonFinite", what, value, index
-    return error

@@ -11,7 +11,8 @@ import torch
 
 from specrs import _specrs as core
 from specrs.engine.devices.graphs import MOST_AHEAD, Bucket
-from specrs.engine.devices.host import likeliest, non_finite
+from specrs.engine.devices.head_inputs import non_finite
+from specrs.engine.devices.host import likeliest
 from specrs.engine.devices.launches import Variant
 from specrs.engine.devices.memory import Arrays
 from specrs.engine.request.batch import Batch

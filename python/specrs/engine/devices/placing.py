@@ -16,14 +16,16 @@ import torch
 
 from specrs import backends
 from specrs._specrs import ConfigError, DeviceMemoryError, Geometry, SpecrsError
-from specrs.engine.config import EngineConfig
+from specrs.engine.config import BlockEngineConfig, EngineConfig
 from specrs.engine.devices.memory_plan import Budget, Engine, Head, attention_of, free_bytes, planned
 from specrs.models import (
-    Eagle3Head,
+    BlockConfig,
+    Eagle3Config,
     LiveModel,
     ModelConfig,
     Ops,
     Placement,
+    check_draft,
     check_memory,
     cuda_ops,
     ops_for,
@@ -137,9 +139,13 @@ class Wanted:
 
     def _on(self, asked: str, why: str) -> Site:
         context = self.config.max_context_len or self.sizes.max_context_len
-        head = None if self.draft is None else Head(*Eagle3Head.check(self.draft, self.sizes))
+        head = None if self.draft is None else Head(*check_draft(self.draft, self.sizes))
         place = placed(asked, self.model, self.sizes, None if head is None else head.config, self.config.dtype)
         config, drafts = self.config.on(place).route(self.recurrent)
+        if head is not None and isinstance(head.config, BlockConfig):
+            config = _for_blocks(config, head.config)
+        if head is not None and isinstance(head.config, Eagle3Config) and head.config.levels:
+            config = BlockEngineConfig.over(config, head.config.levels - 1, head.config.levels)
         if not drafts:
             head, config = None, replace(config, drafters=())
         config, geometry = config.resolve(context)
@@ -163,3 +169,18 @@ class Wanted:
         name = f"cuda:{ordinal} ({torch.cuda.get_device_name(ordinal)})"
         _LOG.info("%s, memory in bytes:\n%s", name, budget)
         return Site(ops, config, geometry, head is not None, name, budget)
+
+
+def _for_blocks(config: EngineConfig, head: BlockConfig) -> EngineConfig:
+    """Return the configuration of an engine whose head drafts blocks.
+
+    Raises:
+        ConfigError: the backend does not attend within a block.
+    """
+    if not head.causal and not isinstance(config.backend, backends.Native):
+        name = backends.Capabilities.of(config.backend).name
+        raise ConfigError(
+            f"attention_backend = {name!r}: attends causally, and a block of a {head.form_name} head does not; "
+            "'native' runs it"
+        )
+    return BlockEngineConfig.over(config, head.block_size, head.depth)

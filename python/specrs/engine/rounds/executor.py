@@ -73,7 +73,13 @@ class Verified(Pass, VerifiedTrees, Protocol):
 
 
 class DraftExecutor(Protocol):
-    """The head's passes, and its values in `HeadState`: roots, and features of the target that the head has to read."""
+    """The head's passes, and its values in `HeadState`: roots, and features of the target that the head has to read.
+
+    Attributes:
+        catches_up: True if the passes over positions that the head is behind cost next to nothing.
+    """
+
+    catches_up: bool
 
     def keep(self, batch: Batch, passed: Pass, rows: Sequence[Sequence[int]]) -> None:
         """Keep of a pass what the head needs of the positions that each followed request has just committed.

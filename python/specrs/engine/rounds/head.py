@@ -17,6 +17,8 @@ from specrs.engine.request.request import Request
 from specrs.engine.rounds.executor import DraftExecutor, Pass
 from specrs.engine.rounds.observer import RoundObserver
 
+_MAX_LAG = 64  # positions that a head which catches up may be behind a request after a round
+
 
 class Head:
     """Brings the draft KV of requests up to date, and drafts from there.
@@ -45,9 +47,12 @@ class Head:
     def after_round(self, batch: Batch, drafted: Sequence[bool]) -> None:
         """Run the head over the new tokens of requests that it has drafted for, so that the next round drafts at once.
 
-        Behind others it never stays further than it would have to read (`Drafting.begins`).
+        Behind others it never stays further than it would have to read (`Drafting.begins`); and where catching up costs
+        next to nothing, it does so before much waits for it.
         """
-        self.extend([r for r, drew in zip(batch, drafted, strict=True) if drew and r.finish_reason is None])
+        late = [r.lag >= _MAX_LAG and self._executor.catches_up for r in batch]
+        each = zip(batch, drafted, late, strict=True)
+        self.extend([r for r, drew, is_late in each if (drew or is_late) and r.finish_reason is None])
         self._begin(batch.requests)
 
     def _begin(self, reqs: Sequence[Request]) -> None:

@@ -56,7 +56,7 @@ class Runner:
         self.observers: list[RoundObserver] = []
         self.spell: TokenBytes | None = None
         drafts = executor.drafts
-        most = geometry.shape.draft_tokens if drafts is not None or config.sources else 1
+        most = config.nodes if drafts is not None or config.sources else 1
         sizes = tiers(most) if executor.launched else None
         gathering = Gathering(Sources(config.sources, vocab_size), most, config.deepest, sizes)
         self.drafting = Drafting(

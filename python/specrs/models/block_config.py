@@ -1,0 +1,192 @@
+"""`config.json` of a head that drafts all tokens of a block in one pass: DFlash (https://arxiv.org/abs/2602.06036),
+JetSpec, DSpark and Domino.
+
+Their keys stand beside the others or in `dflash_config`; where both have one, they must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, cast
+
+from specrs.models.config import layer_config
+from specrs.models.head_forms import BLOCK_CONFIG, BLOCK_KEYS, SCALES, Form, form_of
+from specrs.models.head_keys import (
+    FusedConfig,
+    aux_layers,
+    check_windows,
+    checked,
+    flat,
+    section_of,
+    target_layers,
+    unread_keys,
+)
+from specrs.models.reading import Reader
+
+Markov = Literal["vanilla", "gated", "rnn"]
+MARKOV: tuple[Markov, ...] = ("vanilla", "gated", "rnn")
+"""Kinds of Markov heads."""
+
+_MOST_ROWS = 64  # bits of a mask word
+_CAUSAL = ("causal", "is_causal", "causal_head")
+
+
+@dataclass(frozen=True)
+class Gru:
+    """Domino's correction (https://arxiv.org/abs/2605.29707): a recurrent network over the tokens before a level.
+
+    Attributes:
+        free: levels, from the first on, that it does not correct.
+        state: width of the network's state.
+        inner: width of what scores are made of.
+    """
+
+    free: int
+    state: int
+    inner: int
+
+
+@dataclass(frozen=True)
+class BlockConfig(FusedConfig):
+    """A head that drafts a block: rows at the positions behind a request, the first of which has its last token, and
+    the others a mask.
+
+    Attributes:
+        block_size: rows of a block.
+        mask_token: the token of masked rows.
+        causal: true if a row attends to those before it alone; else to all of its block.
+        anchor: true if the first row predicts the token behind it, as every row does; else each but the first predicts
+            the token at its own place.
+        markov: kind of the Markov head; ``None`` without one.
+        markov_rank: width of the Markov head's embeddings.
+        gru: sizes of Domino's correction; ``None`` without one.
+        confidence: inputs of the confidence head, which is read and not used; ``None`` without one.
+        embedding_scale: factor on embeddings.
+        logit_scale: factor on logits.
+        logit_cap: c in c * tanh(x / c) of a scaled logit x; ``None`` without a cap.
+    """
+
+    block_size: int
+    mask_token: int
+    causal: bool
+    anchor: bool
+    markov: Markov | None
+    markov_rank: int
+    gru: Gru | None
+    confidence: int | None
+    embedding_scale: float
+    logit_scale: float
+    logit_cap: float | None
+    layers_key: ClassVar[str] = "target_layer_ids"
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], path: Path | None = None, form: Form | None = None) -> BlockConfig:
+        """Read a head from its parsed `config.json`.
+
+        Args:
+            path: the file to name in errors.
+            form: the form; ``None``: that of its name.
+
+        Raises:
+            UnsupportedModelError: another form, or a value that cannot be honoured.
+        """
+        form = form or form_of(raw, path)
+        get = flat(raw, path)
+        keys = _both(get, section_of(get, "dflash_config", BLOCK_CONFIG))
+        attends = Reader({key: value for key, value in get.raw.items() if key != "is_causal"}, path)
+        family = checked(attends, form, SCALES)
+        layers = get.integer("num_hidden_layers", maximum=4096)
+        check_windows(get, family, layers)
+        kinds = get.raw.get("layer_types")
+        if kinds is not None and len(kinds) != layers:
+            get.refuse("layer_types", kinds, f"one for each of the {layers} layers of num_hidden_layers")
+        layer = layer_config(get, family)
+        vocab_size = get.integer("vocab_size")
+        anchor, notes = (
+            _agreeing(keys, ("sample_from_anchor", "shift_label"), form.anchor),
+            unread_keys(get, BLOCK_KEYS),
+        )
+        rank = keys.integer("markov_rank", 0, minimum=0)
+        if rank and (kind := keys.raw.get("markov_head_type") or "vanilla") not in MARKOV:
+            keys.refuse("markov_head_type", kind, f"implemented: {', '.join(MARKOV)}")
+        confidence = None
+        if keys.boolean("enable_confidence_head", bool(keys.raw.get("confidence_head_alpha"))):
+            confidence = layer.hidden_size + (rank if keys.boolean("confidence_head_with_markov", False) else 0)
+            notes.append("it has a confidence head, which is not used: drafts are worth what verified ones were")
+        if form.speculators == "dspark" and keys.raw.get("sample_from_anchor") is None:
+            notes.append(
+                "sample_from_anchor is absent and taken as true, as the form is trained; vLLM takes it as false"
+            )
+        draft_vocab = get.integer("draft_vocab_size", vocab_size)
+        if form.name == "Domino" and draft_vocab != vocab_size:
+            get.refuse("draft_vocab_size", draft_vocab, f"Domino corrects the scores of all {vocab_size} tokens")
+        return cls(
+            **vars(layer),
+            num_layers=layers,
+            vocab_size=vocab_size,
+            draft_vocab_size=draft_vocab,
+            target_hidden_size=get.integer("target_hidden_size", layer.hidden_size),
+            aux_layers=aux_layers(get),
+            target_layers=target_layers(get),
+            block_size=keys.integer("block_size", minimum=1 if anchor else 2, maximum=_MOST_ROWS),
+            mask_token=keys.integer("mask_token_id", minimum=0, maximum=vocab_size - 1),
+            causal=_agreeing(keys, _CAUSAL, False),
+            anchor=anchor,
+            markov=cast(Markov, kind) if rank else None,
+            markov_rank=rank,
+            gru=_gru(keys, form) if form.name == "Domino" else None,
+            confidence=confidence,
+            embedding_scale=keys.number("input_embedding_scale", 1.0),
+            logit_scale=keys.number("output_multiplier", 1.0),
+            logit_cap=keys.number("final_logit_softcapping") if keys.raw.get("final_logit_softcapping") else None,
+            form=form,
+            notes=tuple(notes),
+        )
+
+    @property
+    def depth(self) -> int:
+        """Levels of a block's drafts."""
+        return self.levels(self.block_size)
+
+    def levels(self, rows: int) -> int:
+        """Return the levels of drafts of so many rows of a block."""
+        return rows if self.anchor else max(rows - 1, 0)
+
+    def default_aux(self, layers: int) -> tuple[int, ...]:
+        """Outputs of as many layers as the head has, at equal distances, as DFlash's authors pick them."""
+        if self.num_layers == 1:
+            return (layers // 2 + 1,)
+        return tuple(round(1 + i * (layers - 4) / (self.num_layers - 1)) + 1 for i in range(self.num_layers))
+
+
+def _gru(keys: Reader, form: Form) -> Gru:
+    """Read Domino's sizes; its trainers count uncorrected levels from different defaults."""
+    free = keys.integer("pure_draft_prefix_len", int(form.speculators is not None), minimum=0)
+    return Gru(free, keys.integer("gru_hidden_dim", 1024), keys.integer("emb_dim", 256))
+
+
+def _both(get: Reader, section: Mapping[str, Any]) -> Reader:
+    """The keys of blocks, wherever they stand, once those that stand twice agree."""
+    found: dict[str, Any] = {key: get.raw[key] for key in BLOCK_CONFIG if get.raw.get(key) is not None}
+    for key, value in section.items():
+        if value is None:
+            continue
+        if key != "target_layer_ids" and found.get(key, value) != value:
+            get.refuse(
+                f"dflash_config.{key}", value, f"{key} is {found[key]} beside dflash_config; give both one value"
+            )
+        found[key] = value
+    return Reader(found, get.path)
+
+
+def _agreeing(keys: Reader, names: tuple[str, ...], default: bool) -> bool:
+    """Return the value of a switch that has several names, all of which must agree."""
+    said = [(name, keys.boolean(name, default)) for name in names if keys.raw.get(name) is not None]
+    for name, value in said[1:]:
+        if value != said[0][1]:
+            keys.refuse(
+                name, value, f"{said[0][0]} is {str(said[0][1]).lower()}, and both say the same; give one value"
+            )
+    return said[0][1] if said else default
