@@ -68,6 +68,14 @@ def test_what_rounds_take_beside_their_passes_is_a_mean_that_stalls_hardly_move(
     assert costs.beside[SPECULATIVE] == pytest.approx(-0.2, abs=0.05)
 
 
+def test_large_batches_that_overlap_well_make_no_small_round_free() -> None:
+    costs = policy().costs
+    for _ in range(200):  # rounds of 64 requests that take half of what their passes took alone
+        costs.observe(PLAIN, costs.plain(64), costs.target.at(64) / 2)
+    assert -costs.beside[PLAIN] > costs.target.at(1) / 2  # else this test shows nothing
+    assert costs.plain(1) >= costs.target.at(1) / 2 > 0
+
+
 def test_nodes_are_chosen_as_the_formula_says() -> None:
     """Against the same loops in plain Python: random trees, tables, batches, limits and tiers."""
     rng = random.Random(11)

@@ -100,8 +100,10 @@ class Costs:
         return cls(PassCost([1], [1.0]), nothing, nothing, nothing)
 
     def plain(self, batch: int) -> float:
-        """Return the seconds of a round of plain decoding."""
-        return self.target.at(batch) + self.beside[PLAIN]
+        """Return the seconds of a round of plain decoding, at least half of its pass's: the mean beside passes is of
+        batches of all sizes, and may be less than nothing by more than a small batch takes."""
+        seconds = self.target.at(batch)
+        return max(seconds + self.beside[PLAIN], seconds / 2)
 
     def drafting(self, batch: int, beams: int, levels: int) -> float:
         """Return the seconds of drafting ``levels`` levels: a pass that extends draft KV and gives the first level, and
