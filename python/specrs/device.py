@@ -61,6 +61,13 @@ def init(device: torch.device | int | None = None) -> int:
     return _device_init(_ordinal(device))
 
 
+def allocations(device: torch.device) -> int:
+    """Number of blocks that torch has handed out on a device so far."""
+    import torch
+
+    return int(torch.cuda.memory_stats(device)["allocation.all.allocated"])
+
+
 def check(device: torch.device | int | None = None) -> None:
     """Raise ``OutOfBoundsError`` for what a kernel of this device skipped since the last call.
 

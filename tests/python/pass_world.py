@@ -153,16 +153,24 @@ class Pass:
             queries=self.queries, arrays=arrays,
         )  # fmt: skip
 
-    def kernels(self, device: torch.device) -> torch.Tensor:
-        """The kernels' output, from arrays with some elements of poison behind their ends, into memory full of NaN."""
-        launch, out = self.launch(device, spare=3)
+    @property
+    def most_keys(self) -> int:
+        """The most keys of a list."""
+        return int(self.arrays["kv_indptr"].diff().max())
+
+    def kernels(self, device: torch.device, flashinfer: Any = None) -> torch.Tensor:
+        """The kernels' output, from arrays with some elements of poison behind their ends, into memory full of NaN.
+
+        flashinfer: kernels of FlashInfer that have plans already; ``None``: new ones.
+        """
+        launch, out = self.launch(device, spare=3, kept=flashinfer)
         launch()
         return out.float().cpu()
 
-    def launch(self, device: torch.device, spare: int = 0) -> tuple[Callable[[], None], torch.Tensor]:
-        """A launch of the backend's kernels over the pass, and its output. Arrays end in so much poison."""
+    def launch(self, device: torch.device, spare: int = 0, kept: Any = None) -> tuple[Callable[[], None], torch.Tensor]:
+        """A launch of the backend's kernels over the pass, and its output. Arrays end in so much poison at least."""
 
-        def there(tensor: torch.Tensor) -> torch.Tensor:
+        def there(tensor: torch.Tensor, spare: int = spare) -> torch.Tensor:
             poison = torch.full((spare, *tensor.shape[1:]), 85, dtype=torch.uint8).to(tensor.dtype)
             return torch.cat((tensor, poison)).to(device)
 
@@ -181,9 +189,13 @@ class Pass:
         elif self.format == "flashinfer":
             from specrs.backends import flashinfer
 
+            if self.phase == "verify":
+                bits = self.arrays["packed_custom_mask"]
+                need = self.sequences * -(-most * self.most_keys // 8)  # of all rows that a request may have
+                arrays["packed_custom_mask"] = there(bits, max(spare, need - len(bits)))
             launch = partial(
-                flashinfer.kernels().attention, q, keys, values, out, arrays, phase=self.phase, lists=self.sequences,
-                most_queries=most, scale=self.scale,
+                (kept or flashinfer.kernels()).attention, q, keys, values, out, arrays, phase=self.phase,
+                lists=self.sequences, most_queries=most, scale=self.scale, most_keys=self.most_keys,
             )  # fmt: skip
         else:
             from specrs.backends import flash_attention

@@ -79,6 +79,43 @@ class MissingPackageError(ConfigError):
         return type(self), (self.backend, self.package, self.oldest, self.found)
 
 
+def check_operands(
+    backend: AttentionBackend,
+    head_dims: tuple[int, ...],
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_size: int = 1,
+) -> None:
+    """Raise ConfigError where kernels on a GPU cannot read the operands of `AttentionBackend.attend`.
+
+    Args:
+        head_dims: sizes of heads that the kernels take.
+        page_size: tokens of a page, of which the pool has to be a multiple.
+    """
+
+    def refuse(name: str, value: object, limit: str) -> None:
+        raise ConfigError(f"attention_backend = {backend.name!r}: {name} = {value}: must be {limit}")
+
+    kind, dim = str(q.dtype).removeprefix("torch."), q.shape[-1]
+    if kind not in backend.kv_dtypes:
+        refuse("q", kind, " or ".join(backend.kv_dtypes))
+    if not q.dtype == keys.dtype == values.dtype:
+        refuse("keys, values", f"{keys.dtype}, {values.dtype}", f"{q.dtype}, as q is")
+    if not q.ndim == keys.ndim == values.ndim == 3 or keys.shape != values.shape:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in (q, keys, values))
+        refuse("shapes of q, keys, values", shapes, "[Q, heads, head_dim], and of keys and values equal")
+    if dim not in head_dims or keys.shape[2] != dim:
+        refuse("head_dim of q, keys", f"{dim}, {keys.shape[2]}", f"equal, and one of {', '.join(map(str, head_dims))}")
+    if q.shape[1] % keys.shape[1]:
+        refuse("heads of q, keys", f"{q.shape[1]}, {keys.shape[1]}", "a multiple of the other")
+    if keys.stride() != values.stride() or keys.stride()[1:] != (dim, 1):
+        limit = f"equal, and the heads of a slot contiguous, (any, {dim}, 1)"
+        refuse("strides of keys, values", f"{keys.stride()}, {values.stride()}", limit)
+    if keys.shape[0] % page_size:
+        refuse("slots of keys, values", keys.shape[0], f"a multiple of {page_size}, the tokens of a page")
+
+
 class AttentionBackend:
     """A kernel family that an engine keeps as its attention. Subclasses declare what they can do, and do it."""
 

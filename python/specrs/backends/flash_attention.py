@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from specrs._specrs import ConfigError
-from specrs.backends.base import AttentionBackend, Step
+from specrs.backends.base import AttentionBackend, Step, check_operands
 from specrs.backends.packages import flash_attention_op, triton
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class FlashAttentionCuda(AttentionBackend):
     draft_attention = FlashAttention.draft_attention
     kv_dtypes = ("bfloat16", "float16")
     needs_cpu_seq_lens = False  # the operator takes bounds: the columns of the tables
+    head_dims = (64, 96, 128, 256)
 
     def __init__(self) -> None:
         self._kernels: FlashAttentionKernels | None = None
@@ -82,10 +83,12 @@ class FlashAttentionCuda(AttentionBackend):
 
         Raises:
             MissingPackageError: vLLM is not installed, or too old.
-            ConfigError: its library does not load, or the GPU is none that the operator has code for.
+            ConfigError: its library does not load, the GPU is none that the operator has code for, or an operand is
+                none that it reads.
         """
         import torch
 
+        check_operands(self, self.head_dims, q, keys, values, prepared.page_size)
         if self._kernels is None:
             self._kernels = kernels(q.device)
         step, q = prepared, q.contiguous()

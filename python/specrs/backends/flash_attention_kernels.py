@@ -8,7 +8,8 @@ tables are the bounds by which it sizes grids, so that nothing waits for the dev
 a phase has two passes (verify, draft steps of trees), a kernel of our own merges them by their log-sum-exp.
 
 The operator allocates its scratch memory from torch. It gets a pool of its own, in which blocks that a captured graph
-uses are never handed to anybody else.
+uses are never handed to anybody else. A pass's results over parts of the keys are bounded by `num_splits`; the pool
+begins with a block in which the largest of them have room, so that passes of other sizes add none.
 
 Importing this module imports triton.
 """
@@ -22,6 +23,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+
+from specrs.backends.splits import SPLITS, num_splits
+from specrs.device import allocations
 
 
 @triton.jit(do_not_specialize=["sequences", "queries"])  # type: ignore[untyped-decorator]
@@ -134,12 +138,14 @@ class FlashAttentionKernels:
             return
         if self._pool is None:
             self._pool = torch.cuda.MemPool()
+            with torch.cuda.use_mem_pool(self._pool, device):
+                torch.empty(SPLITS, dtype=torch.uint8, device=device)  # freed at once, and kept by the pool
         capturing = torch.cuda.is_current_stream_capturing()
-        before = _allocations(device) if capturing else 0
+        before = allocations(device) if capturing else 0
         with torch.cuda.use_mem_pool(self._pool, device):
             yield
         if capturing:
-            self.captured += _allocations(device) - before
+            self.captured += allocations(device) - before
 
     def _pass(
         self,
@@ -162,12 +168,8 @@ class FlashAttentionKernels:
             max_seqlen_q=most_queries, max_seqlen_k=table.shape[1] * page_size, page_table=table, kv_batch_idx=None,
             leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None, k_descale=None,
             v_descale=None, softmax_scale=scale, is_causal=causal and most_queries > 1, window_size_left=-1,
-            window_size_right=-1, softcap=0.0, is_rotary_interleaved=True, scheduler_metadata=None, num_splits=0,
-            pack_gqa=None, sm_margin=0, s_aux=None, cp_world_size=1, cp_rank=0, cp_tot_seqused_k=None,
+            window_size_right=-1, softcap=0.0, is_rotary_interleaved=True, scheduler_metadata=None,
+            num_splits=num_splits(*q.shape), pack_gqa=None, sm_margin=0, s_aux=None, cp_world_size=1, cp_rank=0,
+            cp_tot_seqused_k=None,
         )  # fmt: skip
         return found[0], found[1]
-
-
-def _allocations(device: torch.device) -> int:
-    """Return the number of blocks that torch has handed out so far."""
-    return int(torch.cuda.memory_stats(device)["allocation.all.allocated"])

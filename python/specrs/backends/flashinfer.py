@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from specrs._specrs import ConfigError
-from specrs.backends.base import AttentionBackend, Phase, Step
+from specrs.backends.base import AttentionBackend, Phase, Step, check_operands
 from specrs.backends.packages import flashinfer_wrapper, triton
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class FlashInferCuda(AttentionBackend):
     draft_attention = FlashInfer.draft_attention
     kv_dtypes = ("bfloat16", "float16")
     needs_cpu_seq_lens = False  # the engine's plans are made of bounds
+    head_dims = (64, 128, 256)
     mask = "packed"
 
     def __init__(self) -> None:
@@ -110,10 +111,11 @@ class FlashInferCuda(AttentionBackend):
 
         Raises:
             MissingPackageError: FlashInfer is not installed, or too old.
-            ConfigError: it does not load.
+            ConfigError: it does not load, or an operand is none that it reads.
         """
         import torch
 
+        check_operands(self, self.head_dims, q, keys, values)
         if self._kernels is None:
             self._kernels = kernels()
         q = q.contiguous()

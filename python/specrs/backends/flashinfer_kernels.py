@@ -9,7 +9,8 @@ ways to plan:
 * **Kept** (`attention`): for passes whose lengths the device alone knows. One plan for each shape of a pass serves
   every batch of it: a tile for every block of queries that a request may have, none split over the keys. It is made
   when a pass first runs; nothing waits afterwards, and launches can be captured. A plan that splits the keys holds for
-  the lengths it was made of alone, since the kernel derives from the true length where its parts lie.
+  the lengths it was made of alone, since the kernel derives from the true length where its parts lie. Verification
+  reads mask bits of every row that a request may have, so the array of bits has to be as long as `attention` says.
 * **Exact** (`attention_of`): for passes that the host has planned. Every pass is planned anew by its lengths, and
   splits the keys where that pays.
 
@@ -29,6 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specrs._specrs import ConfigError
 from specrs.backends.base import Phase
 
 _LISTS = ("draft", "decode")  # phases with a list for each query
@@ -119,8 +121,15 @@ class FlashInferKernels:
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
         self._kept: dict[Hashable, _Kept] = {}
-        self._rows: dict[torch.dtype, torch.Tensor] = {}  # memory that kept plans share
+        self._rows: torch.Tensor | None = None  # memory that kept plans share, once it is reserved
         self._copied: torch.cuda.Event | None = None  # the last exact plan, which is copied from memory of the host
+
+    def reserve(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate the memory in which kept plans spread queries and results, for so many elements of each.
+
+        A plan for more is an error from now on. Without this, each plan has memory of its own.
+        """
+        self._rows = torch.empty(2, elements, dtype=dtype, device=device)
 
     def attention(
         self,
@@ -134,6 +143,7 @@ class FlashInferKernels:
         lists: int,
         most_queries: int,
         scale: float,
+        most_keys: int | None = None,
     ) -> None:
         """Launch attention by a kept plan: out = attention of q, over keys and values that have been written.
 
@@ -145,6 +155,12 @@ class FlashInferKernels:
             lists: lists of the pass: Q in ``"draft"`` and ``"decode"``, else the number of requests.
             most_queries: the most queries of a request.
             scale: factor on the scores.
+            most_keys: the most keys of a request. A pass with a mask needs it, and ``packed_custom_mask`` of
+                ``lists * ceil(most_queries * most_keys / 8)`` bytes: bits of rows that a request does not have are
+                read too, and ignored.
+
+        Raises:
+            ConfigError: ``packed_custom_mask`` is shorter than that.
         """
         if not q.shape[0]:
             return
@@ -153,6 +169,8 @@ class FlashInferKernels:
         key = (phase, lists, most, *heads, q.dtype, scale, arrays["kv_indptr"].data_ptr())
         kept = self._kept.get(key)
         if kept is None:
+            if phase == "verify":
+                _check_bits(arrays["packed_custom_mask"], lists, most, most_keys)
             kept = self._kept[key] = self._keep(q, heads, arrays, phase, lists, most, scale)
         cache = keys.unsqueeze(1), values.unsqueeze(1)
         if kept.rows is None:
@@ -177,19 +195,18 @@ class FlashInferKernels:
         """Plan a shape of passes."""
         rows = torch.arange(0, (lists + 1) * most, most, dtype=torch.int32)
         keys = torch.arange(lists + 1, dtype=torch.int32)  # no plan that splits nothing asks for more than one
-        indptr = arrays["kv_indptr"][: lists + 1]
-        saved = indptr.clone()  # the wrapper writes what it plans for into the arrays, which hold a pass
         wrapper = self._planned(
             q, heads, {**arrays, "qo_indptr": rows.to(q.device)}, rows, keys, phase, scale, lists,
             uniform_q_len=most, disable_split_kv=True,
         )  # fmt: skip
-        indptr.copy_(saved)
         if phase in _LISTS:
             return _Kept(wrapper, None)
-        size = lists * most * q[0].numel()
-        memory = self._rows.get(q.dtype)
-        if memory is None or memory.shape[1] < size:  # older plans keep the older memory
-            memory = self._rows[q.dtype] = torch.empty(2, size, dtype=q.dtype, device=q.device)
+        size, memory = lists * most * q[0].numel(), self._rows
+        if memory is None:
+            memory = torch.empty(2, size, dtype=q.dtype, device=q.device)
+        if memory.shape[1] < size or memory.dtype != q.dtype:
+            have = f"{memory.shape[1]} of {memory.dtype} are reserved"
+            raise RuntimeError(f"rows of {lists} requests of {most}: {size} elements of {q.dtype}; {have}")
         queries, results = memory[:, :size].view(2, lists * most, *q.shape[1:])
         return _Kept(wrapper, (queries, results))
 
@@ -241,7 +258,8 @@ class FlashInferKernels:
         lists: int,
         **how: Any,
     ) -> Any:
-        """Return a wrapper over the arrays, planned for lists that have such rows and keys."""
+        """Return a wrapper over the arrays, planned for lists that have such rows and keys. The arrays stay as they
+        are."""
         masks = {}
         if phase == "verify":
             masks = {
@@ -261,5 +279,21 @@ class FlashInferKernels:
         wrapper.reset_workspace_buffer(
             *(torch.empty(max(n, _ALIGNED), dtype=torch.uint8, device=q.device) for n in sizes)
         )
+        # The wrapper writes what it plans for into the arrays, which hold a pass.
+        written = arrays["qo_indptr"][: lists + 1], arrays["kv_indptr"][: lists + 1]
+        saved = [array.clone() for array in written]
         wrapper.plan(*plan, sm_scale=scale, **how)
+        for array, before in zip(written, saved, strict=True):
+            array.copy_(before)
         return wrapper
+
+
+def _check_bits(bits: torch.Tensor, lists: int, most: int, most_keys: int | None) -> None:
+    """Raise ConfigError where a kept plan would read beyond the end of a mask."""
+    assert most_keys is not None, "a pass with a mask"
+    need = lists * -(-most * most_keys // 8)
+    if bits.numel() < need:
+        raise ConfigError(
+            f"packed_custom_mask = {bits.numel()} bytes: a plan for {lists} requests of {most} queries and {most_keys} "
+            f"keys reads {need}"
+        )

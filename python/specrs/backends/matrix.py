@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
+from specrs._specrs import ConfigError
 from specrs.backends.base import AttentionBackend, Capabilities
 from specrs.backends.flash_attention import FlashAttention, FlashAttentionCuda
 from specrs.backends.flashinfer import FlashInfer, FlashInferCuda
@@ -87,11 +88,16 @@ def on_device(backend: object, device: Device) -> AttentionBackend | None:
     not run there. A user's class runs on the CPU by its own code, whatever its name.
 
     Raises:
-        ConfigError: the backend declares a flag that has no meaning.
+        ConfigError: the backend declares a flag that has no meaning, or has an option that the device does not.
     """
     row = row_of(Capabilities.of(backend), device)
     if row is None:
         return None
+    if device == "cuda" and type(backend) is FlashInfer and backend.mask != "packed":
+        raise ConfigError(
+            f"attention_backend = FlashInfer(mask={backend.mask!r}): FlashInfer's kernels on a GPU read masks in bits; "
+            "mask='packed' runs there"
+        )
     if type(backend) in {r.backend for r in MATRIX}:
         return backend if isinstance(backend, row.backend) else row.backend()
     return cast(AttentionBackend, backend) if device == _OWN.device else None

@@ -12,12 +12,13 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from packaging.version import InvalidVersion, Version
 
 from specrs._specrs import ConfigError
 from specrs.backends.base import MissingPackageError
@@ -43,7 +44,7 @@ class Package:
         Args:
             backend: the backend that needs the package here, if it is another.
         """
-        if installed is None or _release(installed) < _release(self.oldest):
+        if installed is None or not _new_enough(installed, self.oldest):
             raise MissingPackageError(backend or self.backend, self.name, self.oldest, installed)
 
     def installed(self) -> str | None:
@@ -53,15 +54,25 @@ class Package:
         except importlib.metadata.PackageNotFoundError:
             return None
 
-    def broken(self, version: str | None, error: Exception) -> ConfigError:
-        """The error for a package that is there and cannot be used."""
-        return ConfigError(f"attention_backend = {self.backend!r}: {self.name} {version} does not load: {error}")
+    def broken(self, version: str | None, error: Exception, backend: str | None = None) -> ConfigError:
+        """Return the error for a package that is there and cannot be used; ``backend`` as `check` has it."""
+        name = backend or self.backend
+        return ConfigError(f"attention_backend = {name!r}: {self.name} {version} does not load: {error}")
 
 
 TRITON = Package("triton", "triton", "3.6")
-FLASHINFER = Package("flashinfer", "flashinfer-python", "0.7.2")
+FLASHINFER = Package("flashinfer", "flashinfer-python", "0.7.2.post1")
 VLLM = Package("flash_attention", "vllm", "0.24")
 """vLLM's wheel has the operator of FlashAttention-3 for every head size, in a library that needs nothing else of it."""
+
+FA3_ARGUMENTS = (
+    "q", "k", "v", "k_new", "v_new", "q_v", "out", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "seqused_q",
+    "seqused_k", "max_seqlen_q", "max_seqlen_k", "page_table", "kv_batch_idx", "leftpad_k", "rotary_cos", "rotary_sin",
+    "seqlens_rotary", "q_descale", "k_descale", "v_descale", "softmax_scale", "is_causal", "window_size_left",
+    "window_size_right", "softcap", "is_rotary_interleaved", "scheduler_metadata", "num_splits", "pack_gqa",
+    "sm_margin", "s_aux", "cp_world_size", "cp_rank", "cp_tot_seqused_k",
+)  # fmt: skip
+"""Names of the operator's arguments, by which it is called."""
 
 _FA3 = "vllm_flash_attn/_vllm_fa3_C.abi3.so"
 PACKAGES = (TRITON, FLASHINFER, VLLM)
@@ -71,9 +82,14 @@ def triton(backend: str) -> ModuleType:
     """Import triton, in which each of the backends has kernels."""
     try:
         module = importlib.import_module("triton")
-    except ImportError as error:
+        version = module.__version__
+    except ModuleNotFoundError as error:
+        if error.name not in (None, "triton"):
+            raise TRITON.broken(TRITON.installed(), error, backend) from error
         raise MissingPackageError(backend, TRITON.name, TRITON.oldest, None) from error
-    TRITON.check(module.__version__, backend)
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+        raise TRITON.broken(TRITON.installed(), error, backend) from error
+    TRITON.check(version, backend)
     return module
 
 
@@ -108,11 +124,22 @@ def flash_attention_op() -> Callable[..., list[Any]]:
         raise VLLM.broken(version, FileNotFoundError(f"no {_FA3} in {', '.join(map(str, folders)) or 'its folders'}"))
     try:
         torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
-        return torch.ops._vllm_fa3_C.fwd
+        op = torch.ops._vllm_fa3_C.fwd
+        check_arguments(version, [argument.name for argument in op.default._schema.arguments])
+        return op
     except (OSError, RuntimeError, AttributeError) as error:
         raise VLLM.broken(version, error) from error
 
 
-def _release(version: str) -> tuple[int, ...]:
-    """The first three numbers of a version, as far as there are so many."""
-    return tuple(int(n) for n in re.findall(r"\d+", version)[:3])
+def check_arguments(version: str | None, names: Sequence[str]) -> None:
+    """Raise ConfigError where the operator of FlashAttention-3 takes other arguments than it is called with."""
+    if other := sorted(set(names) ^ set(FA3_ARGUMENTS)):
+        raise VLLM.broken(version, TypeError(f"its operator has other arguments: {', '.join(other)}"))
+
+
+def _new_enough(installed: str, oldest: str) -> bool:
+    """Return whether a version is at least another. One that is no version is not."""
+    try:
+        return Version(installed) >= Version(oldest)
+    except InvalidVersion:
+        return False

@@ -10,9 +10,8 @@ from __future__ import annotations
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from specrs._specrs import ConfigError
 from specrs.backends import packages
-from specrs.backends.base import AttentionBackend, Step
+from specrs.backends.base import AttentionBackend, Step, check_operands
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +70,7 @@ class TritonCuda(AttentionBackend):
     draft_attention = Triton.draft_attention
     kv_dtypes = ("bfloat16", "float16")
     needs_cpu_seq_lens = False
+    head_dims = (64, 96, 128, 256)
 
     def prepare(self, step: Step) -> Step:
         return step
@@ -84,16 +84,12 @@ class TritonCuda(AttentionBackend):
             prepared: a step whose ``kv_indptr`` is as long as the pass has lists, and one more.
 
         Raises:
-            ConfigError: keys and values lie differently in memory, or heads within a slot are not contiguous.
+            ConfigError: an operand is none that the kernels read.
             MissingPackageError: triton is not installed, or too old.
         """
         import torch
 
-        if keys.stride() != values.stride() or keys.stride()[1:] != (keys.shape[2], 1):
-            raise ConfigError(
-                f"keys, values = strides {keys.stride()}, {values.stride()}: must be equal, and the heads of a slot "
-                f"contiguous, (any, {keys.shape[2]}, 1)"
-            )
+        check_operands(self, self.head_dims, q, keys, values)
         module, step, q = kernels(), prepared, q.contiguous()
         out = torch.empty_like(q)
         space = torch.empty(module.workspace(q.device, q.shape[2]), dtype=torch.uint8, device=q.device)

@@ -429,6 +429,27 @@ class CudaLinear:
             self._product.launch(part.shape[0], part, to, space, stream)
 
 
+@dataclass(frozen=True)
+class PassSizes:
+    """Sizes of a pass, by which the scratch memory of its attention is counted.
+
+    Attributes:
+        requests: number of requests.
+        max_queries: the most queries of a request.
+        kv_heads: number of key heads.
+        group: query heads that share a key head.
+        head_dim: elements of a head.
+        max_keys: the most keys of a request.
+    """
+
+    requests: int
+    max_queries: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    max_keys: int
+
+
 @dataclass(eq=False)
 class DevicePlan:
     """A plan's arrays on the device.
@@ -446,6 +467,7 @@ class DevicePlan:
         arrays: arrays of the attention backend's format, by name. They may be longer than the pass needs.
         expand_page_size: as `Step` has it.
         of_host: the same arrays on the host, as long as the pass needs; ``None`` where the device has planned the pass.
+        most_keys: most keys of one request, for which masks have room where the device plans; else the table's columns.
     """
 
     phase: Phase
@@ -462,6 +484,7 @@ class DevicePlan:
     arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
     expand_page_size: int | None = None
     of_host: Mapping[str, torch.Tensor] | None = None
+    most_keys: int | None = None
 
     @classmethod
     def of(
@@ -516,17 +539,13 @@ class DevicePlan:
     def _workspaces(self) -> dict[tuple[int, int, int], int]:
         return {}
 
-    def workspace(self, wanted: Callable[..., int], ordinal: int, kv_heads: int, group: int, head_dim: int) -> int:
+    def workspace(
+        self, wanted: Callable[[int, PassSizes], int], ordinal: int, kv_heads: int, group: int, head_dim: int
+    ) -> int:
         """Bytes that a pass wants for these heads by `DeviceAttention.workspace`, the same in all layers."""
         heads = (kv_heads, group, head_dim)
         if heads not in self._workspaces:
-            self._workspaces[heads] = wanted(
-                ordinal,
-                requests=self.lens.numel(),
-                max_queries=self.most_queries,
-                kv_heads=kv_heads,
-                group=group,
-                head_dim=head_dim,
-                max_keys=self.table.shape[1] * self.page_size,
-            )
+            keys = self.table.shape[1] * self.page_size
+            sizes = PassSizes(self.lens.numel(), self.most_queries, *heads, keys)
+            self._workspaces[heads] = wanted(ordinal, sizes)
         return self._workspaces[heads]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -21,14 +22,38 @@ from specrs.backends import (
     triton,
 )
 from specrs.backends.packages import check_driver
-from specrs.models.cuda import HEAD_DIMS, CudaDense, DevicePlan
+from specrs.backends.splits import SPLITS
+from specrs.models.config import LayerConfig
+from specrs.models.cuda import HEAD_DIMS, CudaDense, DevicePlan, PassSizes
 from specrs.models.ops import Heads, KvMemory
+from specrs.models.placement import Placement
 
 _MASK_BITS = 64
-_SCHEDULES = 64 << 20  # bytes that FlashInfer's schedules may take
-_SPLITS = 64 << 20  # bytes of results over parts of the keys that FlashAttention's operator may take
+_SCHEDULES = 64 << 20  # bytes of FlashInfer's wrappers: 8 MiB while one is made, then some 130 KiB each
+_TILE = 128  # the most rows of a tile of FlashInfer's, a query head of a group counted as a row
+_LIST_TILES = (16, 64)  # rows of such a tile where each list has one query, of groups up to 16 and of larger ones
+_BLOCKS = 2 * 192  # the most blocks between which its plan splits keys: two for each processor of any GPU there is
 _MOST_BRANCHES = 32  # limit of a draft step: a list of the best lies in the lanes of a warp
 _MOST_STEPS = 7  # limit of a branch: as many keys as a row takes one by one, in logical order, beside its own
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """Sizes of an engine's largest passes, by which the memory that kernels allocate is counted.
+
+    Attributes:
+        rows: the most rows of a pass.
+        requests: the most requests of a pass.
+        lists: the most rows of a pass in which each has a list of keys.
+        spread: the most rows of a pass that the device plans, as many in each request as any may have.
+        layers: a decoder layer of each model.
+    """
+
+    rows: int
+    requests: int
+    lists: int
+    spread: int
+    layers: Sequence[LayerConfig]
 
 
 class DeviceAttention(Protocol):
@@ -43,6 +68,8 @@ class DeviceAttention(Protocol):
 
     head_dims: ClassVar[tuple[int, ...]]
 
+    def __init__(self, device: torch.device | None = None) -> None: ...
+
     @property
     def capabilities(self) -> Capabilities:
         """The format of the plans that they read."""
@@ -52,37 +79,15 @@ class DeviceAttention(Protocol):
         """Number of blocks of memory that launches have allocated from torch while a stream was captured."""
 
     @staticmethod
-    def allocates(rows: int, requests: int, most: int, heads: int, head_dim: int) -> int:
-        """Return the bytes that passes allocate from torch at most, beside `workspace`, in a type of two bytes.
+    def allocates(sizes: EngineSizes) -> int:
+        """Return the bytes that an engine's passes allocate from torch at most, beside `workspace`, in a type of two
+        bytes."""
 
-        Args:
-            rows: the most rows of a pass.
-            requests, most: of the largest pass that the device plans, its requests and the most rows of one.
-            heads: query heads.
-            head_dim: elements of a head.
-        """
+    def reserve(self, sizes: EngineSizes, placement: Placement) -> None:
+        """Allocate the part of `allocates` that captured launches have the address of, before any of them."""
 
-    def workspace(
-        self,
-        ordinal: int,
-        *,
-        requests: int,
-        max_queries: int,
-        kv_heads: int,
-        group: int,
-        head_dim: int,
-        max_keys: int,
-    ) -> int:
-        """Return the bytes of scratch memory that a pass wants on a GPU.
-
-        Args:
-            requests: number of requests.
-            max_queries: the most queries of a request.
-            kv_heads: number of key heads.
-            group: query heads that share a key head.
-            head_dim: elements of a head.
-            max_keys: the most keys of a request.
-        """
+    def workspace(self, ordinal: int, sizes: PassSizes) -> int:
+        """Return the bytes of scratch memory that a pass wants on a GPU."""
 
     def launch(
         self,
@@ -112,24 +117,17 @@ class _OwnMemory:
     head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS
 
     @staticmethod
-    def allocates(rows: int, requests: int, most: int, heads: int, head_dim: int) -> int:
+    def allocates(sizes: EngineSizes) -> int:
         return 0
+
+    def reserve(self, sizes: EngineSizes, placement: Placement) -> None:
+        pass  # an engine reserves `workspace` itself
 
 
 class _OwnScratch:
     """Kernels that allocate their scratch memory themselves."""
 
-    def workspace(
-        self,
-        ordinal: int,
-        *,
-        requests: int,
-        max_queries: int,
-        kv_heads: int,
-        group: int,
-        head_dim: int,
-        max_keys: int,
-    ) -> int:
+    def workspace(self, ordinal: int, sizes: PassSizes) -> int:
         return 0
 
 
@@ -138,21 +136,11 @@ class NativeKernels(_OwnMemory):
 
     capabilities = Capabilities.of(NativeCuda())
 
-    def workspace(
-        self,
-        ordinal: int,
-        *,
-        requests: int,
-        max_queries: int,
-        kv_heads: int,
-        group: int,
-        head_dim: int,
-        max_keys: int,
-    ) -> int:
-        return core._device_attention_workspace(
-            ordinal, requests=requests, max_queries=max_queries, kv_heads=kv_heads, group=group, head_dim=head_dim,
-            max_keys=max_keys,
-        )  # fmt: skip
+    def __init__(self, device: torch.device | None = None) -> None:
+        pass  # they are loaded with the GPU
+
+    def workspace(self, ordinal: int, sizes: PassSizes) -> int:
+        return core._device_attention_workspace(ordinal, **vars(sizes))
 
     def launch(
         self,
@@ -194,23 +182,14 @@ class TritonKernels(_OwnMemory):
     """
 
     capabilities = Capabilities.of(TritonCuda())
+    head_dims: ClassVar[tuple[int, ...]] = TritonCuda.head_dims
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self._kernels = triton.kernels()
         check_driver(TritonCuda.name)
 
-    def workspace(
-        self,
-        ordinal: int,
-        *,
-        requests: int,
-        max_queries: int,
-        kv_heads: int,
-        group: int,
-        head_dim: int,
-        max_keys: int,
-    ) -> int:
-        return int(self._kernels.workspace(torch.device("cuda", ordinal), head_dim))
+    def workspace(self, ordinal: int, sizes: PassSizes) -> int:
+        return int(self._kernels.workspace(torch.device("cuda", ordinal), sizes.head_dim))
 
     def launch(
         self,
@@ -240,18 +219,20 @@ class FlashInferKernels(_OwnScratch):
 
     capabilities = Capabilities.of(FlashInferCuda())
     captured = 0
-    head_dims: ClassVar[tuple[int, ...]] = (64, 128, 256)
+    head_dims: ClassVar[tuple[int, ...]] = FlashInferCuda.head_dims
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self._kernels = flashinfer.kernels()
         check_driver(FlashInferCuda.name)
         self._planned: tuple[DevicePlan, Any] | None = None  # a pass that the host has planned, for all of its layers
 
     @staticmethod
-    def allocates(rows: int, requests: int, most: int, heads: int, head_dim: int) -> int:
-        # Rows of which every request has as many, of queries and of results. Memory that was too small for the next
-        # shape is kept, and the shapes of buckets double.
-        return 2 * 2 * (2 * requests * most * heads * head_dim) + _SCHEDULES
+    def allocates(sizes: EngineSizes) -> int:
+        # Each model may have a pass that the host has planned, with results over parts of its keys.
+        return 2 * 2 * _spread(sizes) + sum(split_bytes(sizes, layer) for layer in sizes.layers) + _SCHEDULES
+
+    def reserve(self, sizes: EngineSizes, placement: Placement) -> None:
+        self._kernels.reserve(_spread(sizes), placement.activations, placement.device)
 
     def launch(
         self,
@@ -270,12 +251,32 @@ class FlashInferKernels(_OwnScratch):
             self._kernels.attention(
                 q, keys, values, out, plan.arrays, phase=plan.phase,
                 lists=plan.queries if plan.phase in ("draft", "decode") else plan.lens.numel(),
-                most_queries=plan.most_queries, scale=heads.scale,
+                most_queries=plan.most_queries, scale=heads.scale, most_keys=plan.most_keys,
             )  # fmt: skip
             return
         if self._planned is None or self._planned[0] is not plan:
             self._planned = plan, flashinfer.planned(plan.phase, plan.arrays, plan.of_host)
         self._kernels.attention_of(self._planned[1], q, keys, values, out, heads.scale)
+
+
+def _spread(sizes: EngineSizes) -> int:
+    """Return the elements of the queries of the largest pass whose rows are spread; its results have as many."""
+    return sizes.spread * max(layer.q_size for layer in sizes.layers)
+
+
+def split_bytes(sizes: EngineSizes, layer: LayerConfig) -> int:
+    """Return the bytes of results over parts of the keys that FlashInfer's plan for a host-planned pass asks for.
+
+    It is ``PrefillPlan`` of FlashInfer's ``scheduler.cuh`` for buffers of fixed sizes: a row of float32 and a sum of
+    weights for each row of all tiles, of which there are at least as many as blocks run at once.
+    """
+    heads, group = layer.num_heads, layer.num_heads // layer.num_kv_heads
+    one = _LIST_TILES[group > _LIST_TILES[0]]
+    tiled = ((sizes.rows, sizes.requests, _TILE), (sizes.lists, sizes.lists, one))
+    padded = max(
+        tile * max(_BLOCKS // layer.num_kv_heads, -(-rows * group // tile) + lists - 1) for rows, lists, tile in tiled
+    )
+    return heads * -(-padded // group) * (layer.head_dim + 1) * 4
 
 
 class FlashAttentionKernels(_OwnScratch):
@@ -285,10 +286,10 @@ class FlashAttentionKernels(_OwnScratch):
     """
 
     capabilities = Capabilities.of(FlashAttentionCuda())
-    head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS
+    head_dims: ClassVar[tuple[int, ...]] = FlashAttentionCuda.head_dims
 
-    def __init__(self) -> None:
-        self._kernels = flash_attention.kernels()
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._kernels = flash_attention.kernels(device)
         check_driver(FlashAttentionCuda.name)
 
     @property
@@ -296,9 +297,13 @@ class FlashAttentionKernels(_OwnScratch):
         return self._kernels.captured
 
     @staticmethod
-    def allocates(rows: int, requests: int, most: int, heads: int, head_dim: int) -> int:
-        # The second pass's results, and both passes' sums of weights.
-        return rows * heads * (2 * head_dim + 2 * 4) + _SPLITS
+    def allocates(sizes: EngineSizes) -> int:
+        # The second pass's results, both passes' sums of weights, and results over parts of the keys.
+        each = max(2 * layer.q_size + 2 * 4 * layer.num_heads for layer in sizes.layers)
+        return sizes.rows * each + SPLITS
+
+    def reserve(self, sizes: EngineSizes, placement: Placement) -> None:
+        pass  # its pool keeps what captured launches have
 
     def launch(
         self,
@@ -338,14 +343,14 @@ def kernels_of(backend: AttentionBackend) -> type[DeviceAttention]:
     return next(kernels for cls, kernels in _KERNELS.items() if isinstance(backend, cls))
 
 
-def device_attention(backend: AttentionBackend) -> DeviceAttention:
-    """Load the kernels of a backend that has a row for ``"cuda"``.
+def device_attention(backend: AttentionBackend, device: torch.device | None = None) -> DeviceAttention:
+    """Load the kernels of a backend that has a row for ``"cuda"`` for a GPU; ``None``: torch's current one.
 
     Raises:
         MissingPackageError: a package that the backend's kernels need is missing or too old.
         ConfigError: a package does not load, or has no kernels for the GPU.
     """
-    return kernels_of(backend)()
+    return kernels_of(backend)(device)
 
 
 class CudaAttention:

@@ -26,7 +26,7 @@ def cuda_ops(placement: Placement, tree: TreeShape, backend: AttentionBackend | 
     Raises ``CudaError`` where there are no kernels, driver, GPU or cublasLt, ``ConfigError`` for a tree that the
     attention does not take, ``MissingPackageError`` for a backend whose package is missing.
     """
-    kernels, dense = device_attention(backend or NativeCuda()), CudaDense(placement)
+    kernels, dense = device_attention(backend or NativeCuda(), placement.device), CudaDense(placement)
     return Ops(dense, CudaAttention(dense, tree, kernels))
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import pickle
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -278,7 +280,7 @@ def test_a_package_that_is_missing_or_too_old_is_named(
 
 @pytest.mark.parametrize(
     ("backend", "package", "oldest"),
-    [(FlashInferCuda(), "flashinfer-python", "0.7.2"), (FlashAttentionCuda(), "vllm", "0.24")],
+    [(FlashInferCuda(), "flashinfer-python", "0.7.2.post1"), (FlashAttentionCuda(), "vllm", "0.24")],
     ids=["flashinfer", "flash_attention"],
 )
 def test_packages_of_the_real_kernels_are_named(
@@ -353,10 +355,73 @@ def test_what_is_missing_can_be_pickled() -> None:
     assert (str(again), again.oldest, again.found) == (str(error), "3.6", None)
 
 
-def test_keys_and_values_that_lie_differently_are_refused() -> None:
-    pool = torch.zeros(8, 2, 2, 64, dtype=torch.float16)
-    q, values = torch.zeros(1, 2, 64, dtype=torch.float16), torch.zeros(8, 2, 64, dtype=torch.float16)
-    step: Any = None
-    for keys, others in ((pool[:, 0], values), (values.transpose(1, 2), values.transpose(1, 2))):
-        with pytest.raises(ConfigError, match="keys, values = strides"):
-            TritonCuda().attend(step, keys, others, q, 1.0)
+@pytest.mark.parametrize("backend", [FlashInferCuda(), FlashAttentionCuda(), TritonCuda()], ids=lambda b: b.name)
+def test_operands_that_kernels_cannot_read_are_refused(backend: Any) -> None:
+    half, pool = torch.float16, torch.zeros(8, 2, 2, 64, dtype=torch.float16)
+    q, keys = torch.zeros(1, 4, 64, dtype=half), torch.zeros(8, 2, 64, dtype=half)
+    odd, turned = torch.zeros(8, 2, 80, dtype=half), torch.zeros(8, 64, 2, dtype=half).transpose(1, 2)
+    step: Any = types.SimpleNamespace(page_size=16)
+    wrong = [
+        ((q.float(), keys, keys), "q = float32: must be bfloat16 or float16"),
+        ((q, keys.float(), keys), "keys, values = torch.float32, torch.float16: must be torch.float16"),
+        ((q, keys, keys[:4]), r"shapes of q, keys, values = \[1, 4, 64\], \[8, 2, 64\], \[4, 2, 64\]"),
+        ((odd[:1], odd, odd), "head_dim of q, keys = 80, 80: must be equal, and one of 64"),
+        ((q[:, :3], keys, keys), "heads of q, keys = 3, 2"),
+        ((q, pool[:, 0], keys), "strides of keys, values = "),
+        ((q, turned, turned), "strides of keys, values = "),
+    ]
+    if backend.name == "flash_attention":
+        wrong.append(((q, keys, keys), "slots of keys, values = 8: must be a multiple of 16"))
+    for operands, words in wrong:
+        with pytest.raises(ConfigError, match=f"{backend.name!r}: {words}"):
+            backend.attend(step, *operands[1:], operands[0], 1.0)
+
+
+def test_a_mask_that_a_gpu_does_not_read_is_refused_there_by_name() -> None:
+    bytes_of_mask = FlashInfer(mask="bool")
+    assert on_device(bytes_of_mask, "cpu") is bytes_of_mask
+    assert isinstance(on_device(FlashInfer(), "cuda"), FlashInferCuda)
+    with pytest.raises(ConfigError, match=r"FlashInfer\(mask='bool'\): .* mask='packed' runs there"):
+        on_device(bytes_of_mask, "cuda")
+    with pytest.raises(ConfigError, match="mask='packed' runs there"):
+        resolve(bytes_of_mask, Combination(device="cuda", kv_dtype="float16"))
+
+
+@pytest.mark.parametrize(
+    ("package", "installed", "fits"),
+    [
+        (packages.TRITON, "3.6.0", True), (packages.TRITON, "3.6.0+git12ab", True),
+        (packages.TRITON, "3.6.0rc1", False), (packages.TRITON, "3.10", True),
+        (packages.FLASHINFER, "0.7+cu130", False), (packages.FLASHINFER, "0.7.2", False),
+        (packages.FLASHINFER, "0.7.2rc1", False),
+        (packages.FLASHINFER, "0.7.2.post1+cu130", True), (packages.FLASHINFER, "0.8.0", True),
+        (packages.VLLM, "0.24.0.dev12", False), (packages.VLLM, "0.24.0", True), (packages.VLLM, "mine", False),
+    ],
+)  # fmt: skip
+def test_versions_are_compared_with_their_suffixes(package: packages.Package, installed: str, fits: bool) -> None:
+    if fits:
+        package.check(installed)
+        return
+    with pytest.raises(MissingPackageError, match=f"{re.escape(installed)} is installed"):
+        package.check(installed)
+
+
+def test_a_triton_that_does_not_load_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))  # without a version
+    with pytest.raises(ConfigError, match=r"'flashinfer': triton .* does not load: .*__version__"):
+        packages.triton("flashinfer")
+
+    def fails(name: str) -> None:
+        raise OSError("libtriton.so: no such file")
+
+    monkeypatch.setattr(importlib, "import_module", fails)
+    with pytest.raises(ConfigError, match=r"'triton': triton .* does not load: libtriton.so"):
+        packages.triton("triton")
+
+
+def test_an_operator_with_other_arguments_is_refused() -> None:
+    packages.check_arguments("0.24.0", packages.FA3_ARGUMENTS)
+    with pytest.raises(
+        ConfigError, match=r"vllm 0.25.0 does not load: its operator has other arguments: cp_rank, sink"
+    ):
+        packages.check_arguments("0.25.0", [*(n for n in packages.FA3_ARGUMENTS if n != "cp_rank"), "sink"])

@@ -12,14 +12,17 @@ import importlib.util
 import os
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from pass_world import PHASES, Heads, Layout, Pass, Requests
-from specrs.backends import gather
+from specrs import ConfigError
+from specrs.backends import FlashAttentionCuda, FlashInferCuda, flash_attention, flashinfer, gather, packages
 from specrs.backends.base import Format, Phase
+from specrs.backends.splits import num_splits
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("the package triton, in which the kernels are written, is not installed", allow_module_level=True)
@@ -77,7 +80,7 @@ class Wrapper:
             mask = None
             if self.mask is not None:
                 cells = torch.arange(n * (end - begin)) + int(self.mask_indptr[i]) * 8
-                bits = self.mask[(cells >> 3).clamp_(max=len(self.mask) - 1)].int() >> (cells & 7) & 1
+                bits = self.mask[cells >> 3].int() >> (cells & 7) & 1
                 mask = (bits == 1).view(1, n, end - begin)
             of = gather.groups(
                 torch.tensor([first]), torch.tensor([n]), slots, lens, causal=self.how["causal"], mask=mask
@@ -88,6 +91,8 @@ class Wrapper:
 
 def operator(*, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any, **given: Any) -> list[torch.Tensor]:
     """FlashAttention-3's operator: rows that no request has are not written, and those without keys weigh nothing."""
+    assert {"q", "k", "v", "out", *given} == set(packages.FA3_ARGUMENTS)
+    assert given["num_splits"] == num_splits(*q.shape)
     lens, table, starts = given["seqused_k"].long(), given["page_table"], given["cu_seqlens_q"]
     assert len(lens) == len(table) == len(starts) - 1 and k.dim() == 4
     assert given["max_seqlen_k"] == table.shape[1] * k.shape[1] >= int(lens.max())
@@ -105,8 +110,9 @@ def operator(*, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any, **g
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    from specrs.backends import flash_attention, flashinfer
-
+    """The stand-ins, which compute in float32."""
+    for backend in (FlashInferCuda, FlashAttentionCuda):
+        monkeypatch.setattr(backend, "kv_dtypes", ("float32",))
     monkeypatch.setattr(flashinfer, "flashinfer_wrapper", lambda: Wrapper)
     monkeypatch.setattr(flash_attention, "flash_attention_op", lambda: operator)
 
@@ -133,14 +139,15 @@ def test_every_phase_and_layout(
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_kept_plan_serves_every_batch_of_its_shape(phase: Phase) -> None:
     """The arrays of another batch in the same memory, shorter and longer, with other dead rows."""
-    from specrs.backends import flashinfer
-
     kernels, heads = flashinfer.kernels(), Heads(1, 2, 64)
     passes = [
         Pass(Requests(n, (4, 3, 17), 16, "dense", context=150), phase, heads, format="flashinfer") for n in (3, 4, 5)
     ]
     most = max(one.requests.most_queries(phase) for one in passes)
+    keys = max(one.most_keys for one in passes)
     longest = {name: max(len(one.arrays[name]) for one in passes) for name in passes[0].arrays}
+    if phase == "verify":
+        longest["packed_custom_mask"] = max(one.sequences for one in passes) * -(-most * keys // 8)
     memory = {name: torch.zeros(n, dtype=passes[0].arrays[name].dtype) for name, n in longest.items()}
     rows = max(one.queries for one in passes)
     for one in (*passes, *passes[::-1]):
@@ -152,10 +159,64 @@ def test_a_kept_plan_serves_every_batch_of_its_shape(phase: Phase) -> None:
         out = torch.full_like(one.q, torch.nan)
         kernels.attention(
             one.q, one.keys, one.values, out, memory, phase=phase, lists=one.sequences, most_queries=most,
-            scale=one.scale,
+            scale=one.scale, most_keys=keys,
         )  # fmt: skip
         torch.testing.assert_close(out, one.reference(), rtol=2e-5, atol=2e-5)
     assert len(kernels._kept) == 1
+
+
+@inside
+@pytest.mark.usefixtures("stand_ins")
+def test_a_kept_plan_wants_bits_of_every_row_that_a_request_may_have() -> None:
+    one = Pass(Requests(3, (4, 3, 17), 16, "dense", context=150), "verify", Heads(1, 2, 64), format="flashinfer")
+    most = one.requests.most_queries("verify")
+    need = one.sequences * -(-most * one.most_keys // 8)
+    bits = torch.zeros(need, dtype=torch.uint8)
+    bits[: len(one.arrays["packed_custom_mask"])] = one.arrays["packed_custom_mask"]
+    for short in (True, False):
+        arrays, out = {**one.arrays, "packed_custom_mask": bits[: need - short]}, torch.empty_like(one.q)
+        launch = partial(
+            flashinfer.kernels().attention, one.q, one.keys, one.values, out, arrays, phase="verify",
+            lists=one.sequences, most_queries=most, scale=one.scale, most_keys=one.most_keys,
+        )  # fmt: skip
+        if short:
+            with pytest.raises(ConfigError, match=rf"packed_custom_mask = {need - 1} bytes: .* reads {need}"):
+                launch()
+            continue
+        launch()
+        torch.testing.assert_close(out, one.reference(), rtol=2e-5, atol=2e-5)
+
+
+@inside
+@pytest.mark.usefixtures("stand_ins")
+def test_reserved_rows_are_shared_and_bounded() -> None:
+    passes = [
+        Pass(Requests(n, shape, 16, "dense", context=150), "verify", Heads(1, 2, 64), format="flashinfer")
+        for n, shape in ((3, (4, 3, 9)), (4, (4, 3, 17)))
+    ]
+    kernels, most = flashinfer.kernels(), [one.requests.most_queries("verify") for one in passes]
+    kernels.reserve(passes[1].sequences * most[1] * 128, torch.float32, HOST)
+    for one in (*passes, *passes):
+        torch.testing.assert_close(one.kernels(HOST, kernels), one.reference(), rtol=2e-5, atol=2e-5)
+    assert len({kept.rows[0].data_ptr() for kept in kernels._kept.values() if kept.rows is not None}) == 1
+    kernels.reserve(passes[1].sequences * most[1] * 128 - 1, torch.float32, HOST)
+    with pytest.raises(RuntimeError, match="are reserved"):
+        passes[1].kernels(HOST, kernels)
+
+
+@inside
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_plan_of_the_host_leaves_the_arrays(phase: Phase) -> None:
+    """Those of another length than the host has seen, too."""
+    one = Pass(Requests(3, (4, 3, 9), 16, "dense", context=150), phase, Heads(1, 2, 64), format="flashinfer")
+    arrays = {name: array.clone() for name, array in one.arrays.items()}
+    stale = {name: one.arrays[name].clone() for name in ("kv_indptr", "qo_indptr") if name in one.arrays}
+    stale["kv_indptr"] //= 2
+    planned = flashinfer.planned(phase, arrays, stale)
+    with pytest.raises(AssertionError, match="lie by the lengths"):
+        flashinfer.kernels().attention_of(planned, one.q, one.keys, one.values, torch.empty_like(one.q), one.scale)
+    assert all(torch.equal(arrays[name], array) for name, array in one.arrays.items())
 
 
 @inside

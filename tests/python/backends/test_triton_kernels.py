@@ -94,11 +94,12 @@ def test_a_slot_outside_the_pool_is_not_read() -> None:
 def test_queries_of_another_engine_may_be_a_view() -> None:
     """Those of a fused projection have the width of its row between them."""
     one = Pass(Requests(9, (2, 3, 9), 4, "dense", context=150), "verify", Heads(1, 2, 64), padded=False)
+    one.q, one.keys, one.values = one.q.half(), one.keys.half(), one.values.half()
     step = Step(phase="verify", page_size=4, queries=one.queries, arrays=one.arrays)
     fused, backend = torch.cat([one.q, torch.full_like(one.q, 7.0)], dim=1), TritonCuda()
     for q in (one.q, fused[:, : one.q.shape[1]]):
         got = backend.attend(backend.prepare(step), one.keys, one.values, q, one.scale)
-        torch.testing.assert_close(got, one.reference(), rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(got.float(), one.reference(), rtol=2e-3, atol=2e-3)
 
 
 @inside

@@ -14,11 +14,13 @@ from specrs import ConfigError, DeviceMemoryError
 from specrs import _specrs as core
 from specrs.backends import FlashAttentionCuda, FlashInferCuda, NativeCuda, TritonCuda
 from specrs.backends.base import Phase
+from specrs.backends.splits import SPLITS, num_splits
 from specrs.engine.config import EngineConfig
 from specrs.engine.devices.memory import format_arrays
-from specrs.engine.devices.memory_plan import Engine, Head, attention_bytes, planned
+from specrs.engine.devices.memory_plan import Engine, Head, attention_bytes, engine_sizes, planned
 from specrs.models import HOST, Eagle3Config, ModelConfig, Placement
 from specrs.models.cuda import _Memory
+from specrs.models.cuda_attention import EngineSizes, FlashAttentionKernels, FlashInferKernels, split_bytes
 from specrs.models.layer import Workspace
 
 GIB = 1 << 30
@@ -264,3 +266,41 @@ def test_arrays_and_memory_of_the_real_kernels_are_stated(backend: Any) -> None:
     assert lines["what kernels of attention allocate"] > 64 << 20
     assert f"arrays of the format {backend.format!r}" in lines
     assert "what kernels of attention allocate" not in dict(plan.fixed())
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(32, 128), (64, 128), (4, 64), (96, 256)])
+def test_parts_of_the_keys_are_as_many_as_their_results_have_room_for(heads: int, dim: int) -> None:
+    """FlashAttention's operator allocates a result in float32 and a sum of weights of each row for every part."""
+    for rows in (1, 8, 31, 32, 64, 512, 4095, 4096, 65536):
+        parts, each = num_splits(rows, heads, dim), rows * heads * (dim + 1) * 4
+        most = parts or 128  # 0: the operator's own choice, 128 at most
+        assert 1 <= most <= 128 and (most == 1 or most * each <= SPLITS)
+        assert parts == 0 or (parts + 1) * each > SPLITS, "no fewer than have room"
+    assert num_splits(4096, 32, 128) == 1, "64 requests with trees of 64 nodes"
+
+
+def test_memory_of_the_real_kernels_follows_from_the_largest_passes() -> None:
+    plan, _ = engine(max_context_len=4096, max_batch=64, prefill_chunk=2048)
+    layers = [layer for layer, _ in plan.layers]
+    sizes = engine_sizes(plan.config, plan.geometry, layers, rows=4096)
+    assert (sizes.requests, sizes.lists, sizes.spread) == (64, 64 * 8, 64 * 64)
+    most = 4096 * (2 * 32 * 128 + 2 * 4 * 32)
+    assert FlashAttentionKernels.allocates(sizes) == most + SPLITS
+    spread = 2 * 2 * sizes.spread * 32 * 128
+    splits = sum(split_bytes(sizes, layer) for layer in layers)
+    assert spread + splits < FlashInferKernels.allocates(sizes) < spread + splits + (65 << 20)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 32])
+def test_results_over_parts_of_the_keys_have_room_in_any_plan_of_flashinfers(kv_heads: int) -> None:
+    """``PrefillSplitQOKVIndptr`` of its ``scheduler.cuh``, for buffers of fixed sizes, on a GPU of 132 processors."""
+    plan, _ = engine()
+    layer = replace(plan.target, num_kv_heads=kv_heads)
+    group, sizes = 32 // kv_heads, EngineSizes(rows=600, requests=8, lists=64, spread=0, layers=[])
+    found, passes = [], [(rows, n) for n in range(1, 9) for rows in range(n, 601, 7)]
+    for rows, lists in [*passes, (600, 8), (64, 64)]:
+        packed = (rows - lists + 1) * group
+        tile = 128 if packed > 64 else 64 if packed > 16 else 16
+        tiles = max(2 * 132 // kv_heads, -(-rows * group // tile) + lists - 1)
+        found.append(32 * -(-tiles * tile // group) * (128 + 1) * 4)
+    assert max(found) <= split_bytes(sizes, layer) < 2 * max(found)

@@ -41,7 +41,7 @@ from specrs.engine.devices.memory import (
     longest_path,
     prompt_sizes,
 )
-from specrs.engine.devices.memory_plan import attention_bytes, attention_of
+from specrs.engine.devices.memory_plan import attention_bytes, attention_of, engine_sizes
 from specrs.engine.devices.prompt_pass import prompt_passes
 from specrs.engine.drafting.chooser import TAIL, Kind, TreePolicy
 from specrs.engine.drafting.costs import Costs, Pace, PassCost
@@ -62,6 +62,7 @@ from specrs.models.acceptance import UNKNOWN
 from specrs.models.block_head import BlockHead
 from specrs.models.config import LayerConfig
 from specrs.models.cuda import CudaDense, CudaLinear, DevicePlan
+from specrs.models.cuda_attention import CudaAttention
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.features import FeatureRows, Features
 from specrs.models.head import Head
@@ -114,6 +115,8 @@ class CudaExecutor(HostExecutor):
             wide = 0 if head is None else head.config.aux_size
             attention = attention_bytes(config, geometry, layers, trees, attention_of(target.ops, cuda.index))
             dense.reserve(rows, layers, (cast(CudaLinear, product) for _, product in products), wide, attention)
+            kernels = cast(CudaAttention, target.ops.attention).kernels
+            kernels.reserve(engine_sizes(config, geometry, layers, rows), dense.placement)
             lists = format_arrays(config, geometry, head is not None)
             self._models = Models(
                 dense, target, self.cache, head, None if drafts is None else drafts.cache, self._roots, to_target,

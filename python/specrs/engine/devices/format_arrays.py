@@ -20,6 +20,7 @@ from specrs.backends.base import Capabilities, Phase
 from specrs.engine.config import EngineConfig
 
 _OF_QUERIES = "extend_slots"  # has an element for each query of a pass
+_BITS = "packed_custom_mask"
 
 Regions = list[tuple[str, Any, list[int]]]
 
@@ -47,7 +48,15 @@ def format_regions(config: EngineConfig, geometry: Geometry, head: bool, queries
             n = queries if name == _OF_QUERIES else math.prod(array["shape"])
             kind = "uint8" if array["dtype"] == "bool" else array["dtype"]
             sizes[name] = kind, max(n, sizes.get(name, (kind, 0))[1])
+    if _BITS in sizes:  # a kernel may read as many rows of bits as a request may have, whatever it has
+        rows = geometry.shape.draft_tokens
+        assert sizes[_BITS][1] >= geometry.max_batch * -(-rows * most_keys(geometry) // 8), "bits have room"
     return [(name, kind, [n]) for name, (kind, n) in sizes.items()]
+
+
+def most_keys(geometry: Geometry) -> int:
+    """Return the most keys of a request: all but one position of its context, and a tree behind them."""
+    return geometry.max_context_len - 1 + geometry.shape.draft_tokens
 
 
 def _capacities(config: EngineConfig, geometry: Geometry, phase: Phase) -> Mapping[str, Any]:
@@ -95,6 +104,11 @@ class FormatArrays:
         """Return the tokens of a page of the table by which a phase's queries read their own keys, if it has one."""
         holey = phase == "draft" and self._geometry.layout == "holey"
         return self._geometry.page_size if holey else 1
+
+    @property
+    def most_keys(self) -> int:
+        """Return the most keys of one request in any pass."""
+        return most_keys(self._geometry)
 
     def kept(self) -> Iterable[object]:
         """Return the objects whose memory a graph of passes uses."""

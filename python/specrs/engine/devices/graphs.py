@@ -16,9 +16,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar, cast
 
-import torch
-
 from specrs import _specrs as core
+from specrs.device import allocations
 from specrs.engine.devices.given import Given
 from specrs.engine.devices.launches import Launches, Variant
 from specrs.engine.devices.memory import Arrays, BucketMemory, Models
@@ -93,7 +92,7 @@ class Graphs:
         """
         dense, attention, made = self._models.dense, self._models.attention, list[object]()
         cuda, collecting = dense.placement.device, gc.isenabled()
-        allocated = _allocations(cuda) - attention.captured
+        allocated = allocations(cuda) - attention.captured
 
         def launch(handle: int = 0) -> None:
             made.append(launches(handle))
@@ -109,7 +108,7 @@ class Graphs:
             dense.forget()  # a sum that a broken pass left undone
             if collecting:
                 gc.enable()
-        if _allocations(cuda) - attention.captured != allocated:
+        if allocations(cuda) - attention.captured != allocated:
             raise RuntimeError("torch allocated memory within the capture")
         return graph, made[-1]
 
@@ -226,8 +225,3 @@ class Bucket:
         self.rounds, self.looping = int(self.memory.arrays["control"][0]), False
         with suppress(core.SpecrsError):
             self.models.dense.faults.check()
-
-
-def _allocations(cuda: torch.device) -> int:
-    """Return the number of blocks that torch has handed out so far."""
-    return int(torch.cuda.memory_stats(cuda)["allocation.all.allocated"])

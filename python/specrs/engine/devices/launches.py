@@ -185,6 +185,7 @@ class Launches:
         return DevicePlan(
             name, a.positions, a.out_slots, a.prefix_lens, a.qo_indptr, table, mask, a.rows, most, page_size,
             first_pages, self._m.format.of(name), self._m.format.expand_page_size(name),
+            most_keys=self._m.format.most_keys,
         )  # fmt: skip
 
     def _arrays(self, name: str, nodes: int) -> PlanArrays:

@@ -7,7 +7,7 @@ passes. If the engine does not fit, the error says what would fit: fewer pages, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,8 @@ from specrs.engine.config import EngineConfig
 from specrs.engine.devices.memory import buckets, entering, format_arrays, longest_path, prompt_sizes
 from specrs.engine.drafting.levels import can_unite, drafted_levels, levels_for, tiers
 from specrs.models.config import LayerConfig, ModelConfig
-from specrs.models.cuda_attention import CudaAttention, kernels_of
+from specrs.models.cuda import PassSizes
+from specrs.models.cuda_attention import CudaAttention, EngineSizes, kernels_of
 from specrs.models.head_config import HeadConfig
 from specrs.models.layer import LayerTail, WholeNormQkv
 from specrs.models.llama import ROPE_SLACK, LlamaModel
@@ -48,10 +49,7 @@ def attention_of(ops: Ops, ordinal: int) -> Attention:
     assert isinstance(attention, CudaAttention)
 
     def workspace(requests: int, queries: int, kv_heads: int, group: int, head_dim: int, keys: int) -> int:
-        return attention.kernels.workspace(
-            ordinal, requests=requests, max_queries=queries, kv_heads=kv_heads, group=group, head_dim=head_dim,
-            max_keys=keys,
-        )  # fmt: skip
+        return attention.kernels.workspace(ordinal, PassSizes(requests, queries, kv_heads, group, head_dim, keys))
 
     return workspace
 
@@ -84,6 +82,20 @@ def attention_bytes(
         for requests in range(1, config.max_batch + 1)
         for queries in {min(max(rows // group, 1), most) for rows in _TILE_ROWS} | {most}
     )
+
+
+def engine_sizes(config: EngineConfig, geometry: Geometry, layers: Sequence[LayerConfig], rows: int) -> EngineSizes:
+    """Return the sizes of an engine's largest passes.
+
+    Args:
+        layers: a decoder layer of each model, the target's first.
+        rows: the most rows of a pass.
+    """
+    shape, b = geometry.shape, config.max_batch
+    drafts = len(layers) > 1 or bool(config.sources)
+    each = max(shape.draft_tokens if drafts else 1, longest_path(config, geometry, trees=True))
+    spread = max(math.prod(sizes) for sizes in ((b, each), entering(config), *prompt_sizes(config)))
+    return EngineSizes(rows, b, b * shape.topk, spread, layers)
 
 
 @dataclass(frozen=True)
@@ -240,20 +252,12 @@ class Engine:
             # Lists of a pass that the host plans, of a draft step for each branch, and of the one before.
             uploaded = 2 * 8 * b * c.max_context_len * (g.shape.topk if head is not None else 1)
             yield f"arrays of the format {c.backend.format!r}", core._DeviceArena.count(lists) + uploaded
-        if scratch := self._allocated(most_rows):
+        there = on_device(c.backend, "cuda")
+        assert there is not None, "it runs there"
+        if scratch := kernels_of(there).allocates(engine_sizes(c, g, layers, most_rows)):
             yield "what kernels of attention allocate", scratch
         yield "the page that padding writes to", self.page_bytes
         yield "rounding of torch's allocator", tensors * _ROUNDING
-
-    def _allocated(self, rows: int) -> int:
-        """Return the bytes that attention's kernels allocate, for passes of so many rows."""
-        c, g = self.config, self.geometry
-        there = on_device(c.backend, "cuda")
-        assert there is not None, "it runs there"
-        each = max(g.shape.draft_tokens if self.drafts else 1, longest_path(c, g, trees=True))
-        requests, most = max([(c.max_batch, each), entering(c), *prompt_sizes(c)], key=math.prod)
-        allocates = kernels_of(there).allocates
-        return max(allocates(rows, requests, most, layer.num_heads, layer.head_dim) for layer, _ in self.layers)
 
     def loading(self) -> list[Line]:
         """Return the most memory needed while weights are loaded and algorithms are compared. There is no pool yet."""

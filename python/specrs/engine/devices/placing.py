@@ -134,8 +134,12 @@ class Wanted:
     @property
     def _for_the_host(self) -> bool:
         """True if the options name something that only the CPU has."""
-        on_a_gpu = backends.on_device(self.config.backend, "cuda") is not None
-        return "float32" in (self.config.kv_dtype, self.config.dtype) or not on_a_gpu
+        if "float32" in (self.config.kv_dtype, self.config.dtype):
+            return True
+        try:
+            return backends.on_device(self.config.backend, "cuda") is None
+        except ConfigError:  # an option of the backend's
+            return True
 
     def _on(self, asked: str, why: str) -> Site:
         context = self.config.max_context_len or self.sizes.max_context_len
