@@ -80,6 +80,6 @@ def test_positions_that_nobody_kept_features_of_are_made_again_in_passes_that_fi
 
     drafts.entering, drafts._most_rows = [SimpleNamespace(rows=47, batch=1)], 512  # type: ignore[list-item]
     drafts._enter = enter  # type: ignore[method-assign]
-    assert drafts.write([request]) == [None]
+    drafts._write([Entries(request, head.end, request.lag)])
     assert ran[0] == (16, 47) and sum(n for _, n in ran) == 300
     assert all(first + n == second for (first, n), (second, _) in pairwise(ran))
