@@ -1,4 +1,4 @@
-"""The parts of the keys that FlashAttention-3's operator may work on apart: it allocates memory for the results of each."""
+"""The parts of the keys that FlashAttention-3's operator works on apart, and the memory that it allocates for them."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ def test_models_and_engine_name_no_device_and_no_dtype() -> None:
         if re.search(r"torch\.(float|bfloat)\d+|[\"'](cpu|cuda)[\"':]|\.(cpu|cuda)\(", path.read_text())
     }
     # cuda.py, cuda_attention.py: what a GPU is; config.py: the option by which a user names one; placing.py: which is
-    # taken if none does; given.py, launched.py, launches.py: what the words of a kernel are; memory_plan.py: the kernels of
+    # taken if none does; given.py, launched.py, launches.py: what the words of a kernel are; memory_plan.py: kernels of
     # other packages, whose memory a GPU's budget counts.
     assert named == {
         "placement.py",
