@@ -37,11 +37,11 @@ def config_of(form: str, b: Block, target_layers: int) -> dict[str, Any]:
     }  # fmt: skip
     gru = {} if b.free is None else {"emb_dim": b.rank, "gru_hidden_dim": b.state, "pure_draft_prefix_len": b.free}
     if form == "speculators":
-        kind = "dspark" if b.anchor and b.free is None else "dflash"
+        kind = "dspark" if b.anchor else "dflash"
         name = "DSparkSpeculator" if kind == "dspark" else "DFlashSpeculator"
         usual = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False, "head_dim": 128}
         nested = {key: value for key, value in layer.items() if usual.get(key) != value}
-        more: dict[str, Any] = {"shift_label": b.anchor, "projector_type": "domino" if gru else "dflash"}
+        more: dict[str, Any] = {}
         if kind == "dspark":
             more = {"num_anchors": 256, "sample_from_anchor": True, **markov, **said}
         return {
@@ -50,7 +50,6 @@ def config_of(form: str, b: Block, target_layers: int) -> dict[str, Any]:
             "target_hidden_size": b.target_hidden, "sliding_window_non_causal": False, "tie_word_embeddings": False,
             "speculators_config": {"algorithm": kind, "verifier": {"name_or_path": "some/model"}},
             "speculators_version": "0.9.0", "transformers_version": "5.24.0", "dtype": "float32", **more, **scales,
-            **gru,
             "transformer_layer_config": {
                 **nested, "model_type": "qwen3", "rope_parameters": {"rope_theta": b.theta, "rope_type": "default"},
             },

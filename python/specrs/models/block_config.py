@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 from specrs.models.config import layer_config
-from specrs.models.head_forms import BLOCK_CONFIG, BLOCK_KEYS, SCALES, Form, form_of
+from specrs.models.head_forms import BLOCK_CONFIG, BLOCK_KEYS, SCALES, STEP_KEYS, Form, form_of
 from specrs.models.head_keys import (
     FusedConfig,
     aux_layers,
+    check_value,
     check_windows,
     checked,
     flat,
@@ -31,6 +32,7 @@ MARKOV: tuple[Markov, ...] = ("vanilla", "gated", "rnn")
 
 _MOST_ROWS = 64  # bits of a mask word
 _CAUSAL = ("causal", "is_causal", "causal_head")
+_PROJECTORS = {"DSpark": "dspark", "Domino": "domino"}  # what `projector_type` says; of other forms "dflash"
 
 
 @dataclass(frozen=True)
@@ -104,10 +106,9 @@ class BlockConfig(FusedConfig):
             get.refuse("layer_types", kinds, f"one for each of the {layers} layers of num_hidden_layers")
         layer = layer_config(get, family)
         vocab_size = get.integer("vocab_size")
-        anchor, notes = (
-            _agreeing(keys, ("sample_from_anchor", "shift_label"), form.anchor),
-            unread_keys(get, BLOCK_KEYS),
-        )
+        _check_form(get, keys, form)
+        anchor = _agreeing(keys, ("sample_from_anchor", "shift_label"), form.anchor)
+        notes = unread_keys(get, BLOCK_KEYS)
         rank = keys.integer("markov_rank", 0, minimum=0)
         if rank and (kind := keys.raw.get("markov_head_type") or "vanilla") not in MARKOV:
             keys.refuse("markov_head_type", kind, f"implemented: {', '.join(MARKOV)}")
@@ -122,13 +123,18 @@ class BlockConfig(FusedConfig):
         draft_vocab = get.integer("draft_vocab_size", vocab_size)
         if form.name == "Domino" and draft_vocab != vocab_size:
             get.refuse("draft_vocab_size", draft_vocab, f"Domino corrects the scores of all {vocab_size} tokens")
+        if form.name == "Domino" and rank:
+            get.refuse("markov_rank", rank, "Domino has a correction of its own, and no Markov head")
+        aux, count = aux_layers(get), get.raw.get("num_aux_hidden_states")
+        if aux is not None and count not in (None, len(aux)):
+            get.refuse("num_aux_hidden_states", count, f"target_layer_ids names {len(aux)} layers")
         return cls(
             **vars(layer),
             num_layers=layers,
             vocab_size=vocab_size,
             draft_vocab_size=draft_vocab,
             target_hidden_size=get.integer("target_hidden_size", layer.hidden_size),
-            aux_layers=aux_layers(get),
+            aux_layers=aux,
             target_layers=target_layers(get),
             block_size=keys.integer("block_size", minimum=1 if anchor else 2, maximum=_MOST_ROWS),
             mask_token=keys.integer("mask_token_id", minimum=0, maximum=vocab_size - 1),
@@ -136,7 +142,7 @@ class BlockConfig(FusedConfig):
             anchor=anchor,
             markov=cast(Markov, kind) if rank else None,
             markov_rank=rank,
-            gru=_gru(keys, form) if form.name == "Domino" else None,
+            gru=_gru(keys) if form.name == "Domino" else None,
             confidence=confidence,
             embedding_scale=keys.number("input_embedding_scale", 1.0),
             logit_scale=keys.number("output_multiplier", 1.0),
@@ -161,19 +167,31 @@ class BlockConfig(FusedConfig):
         return tuple(round(1 + i * (layers - 4) / (self.num_layers - 1)) + 1 for i in range(self.num_layers))
 
 
-def _gru(keys: Reader, form: Form) -> Gru:
-    """Read Domino's sizes; its trainers count uncorrected levels from different defaults."""
-    free = keys.integer("pure_draft_prefix_len", int(form.speculators is not None), minimum=0)
+def _check_form(get: Reader, keys: Reader, form: Form) -> None:
+    """Refuse keys of heads that draft step by step, which say that this is none of blocks, and another projector."""
+    for key in STEP_KEYS:
+        if get.raw.get(key) not in (None, False, {}):
+            get.refuse(key, get.raw[key], "a key of heads that draft step by step, of which a block's computes nothing")
+    wanted = _PROJECTORS.get(form.name, "dflash")
+    if keys.raw.get("projector_type") not in (None, wanted):
+        get.refuse("projector_type", keys.raw["projector_type"], f"of {form.name} heads it is {wanted}")
+
+
+def _gru(keys: Reader) -> Gru:
+    """Read Domino's sizes."""
+    free = keys.integer("pure_draft_prefix_len", 0, minimum=0)
     return Gru(free, keys.integer("gru_hidden_dim", 1024), keys.integer("emb_dim", 256))
 
 
 def _both(get: Reader, section: Mapping[str, Any]) -> Reader:
     """The keys of blocks, wherever they stand, once those that stand twice agree."""
     found: dict[str, Any] = {key: get.raw[key] for key in BLOCK_CONFIG if get.raw.get(key) is not None}
+    for key, value in found.items():
+        check_value(get, key, value, BLOCK_CONFIG[key])
     for key, value in section.items():
         if value is None:
             continue
-        if key != "target_layer_ids" and found.get(key, value) != value:
+        if key != "target_layer_ids" and key in found and found[key] != value:
             get.refuse(
                 f"dflash_config.{key}", value, f"{key} is {found[key]} beside dflash_config; give both one value"
             )

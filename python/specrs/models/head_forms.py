@@ -85,18 +85,16 @@ FORMS = (
         heads=("yuhuili/EAGLE-LLaMA3-Instruct-8B", "yuhuili/EAGLE-Qwen2-7B-Instruct"),
     ),
     Form("EAGLE-1 or EAGLE-2", "converters for vLLM and sglang", "eagle1", _EAGLE1),
+    Form("Domino", "SpecForge", "block", ("DominoDraftModel",), family=_QWEN3),
     Form(
-        "Domino", "SpecForge", "block", ("DominoDraftModel", "DFlashDraftModel"),
-        keys={"dflash_config.projector_type": "domino"}, family=_QWEN3,
-    ),
-    Form(
-        "Domino", "speculators", "block", ("DFlashSpeculator",), keys={"projector_type": "domino"},
-        speculators="dflash", family=_QWEN3, anchor=True,
+        "Domino", "SpecForge", "block", ("DFlashDraftModel",), keys={"dflash_config.projector_type": "domino"},
+        family=_QWEN3,
     ),
     Form("JetSpec", "JetSpec", "block", ("DFlashDraftModel",), keys={"dflash_config.causal_head": None}, family=_QWEN3),
+    Form("DSpark", "SpecForge", "block", ("DSparkDraftModel",), family=_QWEN3, anchor=True),
     Form(
-        "DSpark", "SpecForge", "block", ("DSparkDraftModel", "DFlashDraftModel"),
-        keys={"dflash_config.projector_type": "dspark"}, family=_QWEN3, anchor=True,
+        "DSpark", "SpecForge", "block", ("DFlashDraftModel",), keys={"dflash_config.projector_type": "dspark"},
+        family=_QWEN3, anchor=True,
     ),
     Form("DSpark", "DeepSpec", "block", ("Qwen3DSparkModel",), family=_QWEN3, anchor=True),
     Form("DSpark", "speculators", "block", ("DSparkSpeculator",), speculators="dspark", family=_QWEN3, anchor=True),
@@ -225,12 +223,18 @@ SCALES = ("output_multiplier", "input_embedding_scale", "final_logit_softcapping
 BLOCK_KEYS = frozenset(
     (
         *(key for key in BLOCK_CONFIG if key != "target_layer_ids"), "dflash_config", "sliding_window_non_causal",
-        # Training, and options of other forms that speculators writes into all.
+        # Training.
         "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma", "lambda_base_start", "lambda_base_decay_ratio", "auf",
         "max_anchors",
     )
 )  # fmt: skip
 """Keys of config.json beside `READ` and `HARMLESS` that blocks have: they are read, or change nothing."""
+
+STEP_KEYS = (
+    "eagle_config", "norm_before_residual", "parallel_drafting", "ptd_token_id", "pard_token",
+    *(key for keys in NORM_KEYS.values() for key in keys),
+)  # fmt: skip
+"""Keys of heads that draft step by step, which a head of blocks computes nothing of."""
 
 MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
 """Keys that name the token of P-EAGLE's masked rows."""

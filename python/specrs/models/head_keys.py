@@ -164,13 +164,17 @@ def section_of(get: Reader, name: str, known: Mapping[str, tuple[Any, ...] | Non
     if not isinstance(section, dict):
         get.refuse(name, section, "must be an object")
     for key, value in section.items():
-        if key not in known:
-            if value is not None:
-                get.refuse(f"{name}.{key}", value, f"unknown; known: {', '.join(known)}")
-        elif (allowed := known[key]) is not None and value is not None and value not in allowed:
-            works = " or ".join(str(one).lower() for one in (*allowed, None) if one is not None) or "null"
-            get.refuse(f"{name}.{key}", value, f"only {works} is implemented")
+        if key not in known and value is not None:
+            get.refuse(f"{name}.{key}", value, f"unknown; known: {', '.join(known)}")
+        check_value(get, f"{name}.{key}", value, known.get(key))
     return section
+
+
+def check_value(get: Reader, name: str, value: Any, allowed: tuple[Any, ...] | None) -> None:
+    """Refuse a value that is none of those that are implemented; null is none, and with ``None`` any will do."""
+    if allowed is not None and value is not None and value not in allowed:
+        works = " or ".join(str(one).lower() for one in allowed) or "null"
+        get.refuse(name, value, f"only {works} is implemented")
 
 
 def switched(get: Reader, section: Reader, keys: tuple[str, ...]) -> bool:

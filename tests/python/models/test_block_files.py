@@ -71,6 +71,16 @@ def section(**keys: Any) -> dict[str, Any]:
             "draft_vocab_size = 77: Domino corrects the scores of all 300 tokens",
         ),
         (section(selector_rank=256), UnsupportedModelError, "selector_rank = 256: a DFlash2 head"),
+        (section(projector_type="domino", markov_rank=4), UnsupportedModelError, "markov_rank = 4: Domino has"),
+        (section(output_multiplier=float("nan"), block_size=5), UnsupportedModelError, "output_multiplier = nan"),
+        ({"use_swa": True}, UnsupportedModelError, "use_swa = True: only false is implemented"),
+        ({"swa_window_size": 128}, UnsupportedModelError, "swa_window_size = 128: only null"),
+        ({"attention_mode": "mla"}, UnsupportedModelError, "attention_mode = 'mla': only gqa"),
+        ({"projector_type": "domino"}, UnsupportedModelError, "projector_type = 'domino': of DFlash heads it is"),
+        ({"num_aux_hidden_states": 7}, UnsupportedModelError, "num_aux_hidden_states = 7: target_layer_ids names 2"),
+        ({"eagle_config": {"nonsense": 1}}, UnsupportedModelError, "eagle_config = .*a key of heads that draft"),
+        ({"fc_norm": True}, UnsupportedModelError, "fc_norm = True: a key of heads that draft step by step"),
+        ({"ptd_token_id": 5}, UnsupportedModelError, "ptd_token_id = 5: a key of heads that draft step by step"),
         ({"block_size": 1}, UnsupportedModelError, r"block_size = 1: must be an integer in 2\.\.=64"),
         ({"block_size": 65}, UnsupportedModelError, "block_size = 65"),
         ({"num_hidden_layers": 3}, UnsupportedModelError, "layer_types = .*one for each of the 3 layers"),
@@ -223,6 +233,8 @@ def test_forms_of_one_name_are_told_apart_by_keys() -> None:
                        ({"projector_type": "dspark"}, "DSpark"), ({"projector_type": "dflash"}, "DFlash"),
                        ({"projector_type": "domino"}, "Domino")):  # fmt: skip
         assert form_of({"architectures": ["DFlashDraftModel"], **section(**keys)}).name == name
+    assert form_of({"architectures": ["DominoDraftModel"]}).name == "Domino"
+    assert form_of({"architectures": ["DSparkDraftModel"]}).name == "DSpark"
 
 
 def test_layers_that_no_key_names_are_the_authors_own() -> None:

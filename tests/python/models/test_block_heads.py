@@ -53,7 +53,6 @@ FORMS: dict[str, tuple[str, Block]] = {
     ),
     "Domino": ("Domino", replace(PLAIN, free=1, anchor=True)),
     "Domino, filling in": ("Domino", replace(PLAIN, free=0, rows=7)),
-    "Domino of speculators": ("speculators", replace(PLAIN, free=2, anchor=True, own_embedding=True)),
     "DeepSpec without Markov": ("DeepSpec", replace(PLAIN, anchor=True, rows=1)),
 }
 
