@@ -317,12 +317,7 @@ class Runner:
         accepts, lease, lens = verified.accepts, flight.lease, list(flight.lens)
         paths, drawn, errors = accepts.paths, accepts.tokens, accepts.errors
         trees = self._traced(flight.trees, batch, rows, verified, paths)  # shows whole paths, before any cut
-        cuts = [False] * len(batch)
-        for i, r in enumerate(batch):
-            stand = r.draws.standing(drawn[i], len(paths[i]))
-            if stand < len(paths[i]):
-                # The next round draws the token behind these again, as if the path had ended here.
-                paths[i], drawn[i], errors[i], cuts[i] = paths[i][:stand], drawn[i][:stand], None, True
+        cuts = _cut(batch, paths, drawn, errors)
         logprobs = [self._logprobs(r, i, verified, paths[i], drawn[i]) for i, r in enumerate(batch)]
         for o in flight.observers:
             o.verified(verified.trees, accepts)
@@ -409,6 +404,22 @@ class Runner:
                 finally:
                     lease.rollback()
             raise
+
+
+def _cut(
+    batch: Batch,
+    paths: list[list[int]],
+    drawn: list[list[int]],
+    errors: list[core.NonFiniteError | core.GrammarFailedError | None],
+) -> list[bool]:
+    """Cut each path where a request's tokens no longer stand, and return which were cut. The next round draws the token
+    behind these again, as if the path had ended here."""
+    cuts = [False] * len(batch)
+    for i, r in enumerate(batch):
+        stand = r.draws.standing(drawn[i], len(paths[i]))
+        if stand < len(paths[i]):
+            paths[i], drawn[i], errors[i], cuts[i] = paths[i][:stand], drawn[i][:stand], None, True
+    return cuts
 
 
 @contextmanager
