@@ -44,7 +44,7 @@ BATCH = 4
 class Frozen(Costs):
     """Costs that nothing moves."""
 
-    def observe(self, kind: int, expected: float, seconds: float) -> None:
+    def observe(self, kind: int, batch: int, expected: float, seconds: float) -> None:
         """Take no notice."""
 
 

@@ -105,7 +105,7 @@ def test_holey_rounds_agree(tiny: Pair, page: int) -> None:
 
 
 def test_plain_rounds_agree(tiny: Pair) -> None:
-    llm = LLM(tiny.target, max_context_len=64, page_size=4)
+    llm = LLM(tiny.target, speculative=False, max_context_len=64, page_size=4)
     with llm.recording(round=2) as recorder:
         llm.generate([[1, 2, 3], [4]], SamplingParams(max_tokens=6))
     assert recorder.capsule is not None and recorder.capsule.kind == "plain"

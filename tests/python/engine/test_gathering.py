@@ -121,17 +121,17 @@ def test_a_source_hears_of_no_later_round_where_a_device_has_moved_on(
     assert heard == ([] if moved_on else [1]), "a source is told of the round that it was asked for, and of no other"
 
 
-@pytest.mark.parametrize("charged", [True, False])
-def test_who_is_asked_pays_for_the_time_that_it_takes(charged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spare", [0.0, 0.5, 2.0])
+def test_who_is_asked_pays_for_the_time_that_it_takes(spare: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beginning, merging and choosing are part of it; while a device is busy, nothing is to be paid."""
     clock, texts = Clock(), [text(64, i) for i in range(2)]
     source = Foretells(clock, texts, lambda coming, room: chain(coming[:4], 0.9, 0.9), beginning=0.5, asking=0.1)
     w = world(monkeypatch, clock, [source], STEEP)
     accounts = [w.drafting.account(one) for one in texts]  # type: ignore[arg-type]
     before = [account.request.left for account in accounts]
-    w.gathering.ask(Batch(texts), charged=charged)  # type: ignore[arg-type]
+    w.gathering.ask(Batch(texts), spare=spare)  # type: ignore[arg-type]
     paid = [left - account.request.left for left, account in zip(before, accounts, strict=True)]
-    assert paid == pytest.approx([1.2 / w.costs.plain(2) if charged else 0.0] * 2)
+    assert paid == pytest.approx([max(1.2 - spare, 0.0) / w.costs.plain(2)] * 2)
 
 
 @pytest.mark.parametrize("drafters", [["head", "suffix"], ["suffix"]])

@@ -25,7 +25,7 @@ class Gpu:
         fake = SimpleNamespace(capture=self.capture, loop=self.loop)
         monkeypatch.setattr(core, "_Graph", fake)
         monkeypatch.setattr(core, "_device_round_end_load", lambda ordinal: None)
-        monkeypatch.setattr(captures, "_allocations", lambda cuda: self.allocated)
+        monkeypatch.setattr(captures, "allocations", lambda cuda: self.allocated)
 
     def capture(self, ordinal: int, stream: Any, work: Callable[[], None], keep: list[object]) -> Any:
         self.captured += 1

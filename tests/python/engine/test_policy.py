@@ -11,7 +11,7 @@ from gate_simulation import Simulated, begin, decode, policy, request
 from specrs import _specrs as core
 from specrs.engine.drafting.budget import CAP, ENGINE, RATE, REQUEST, Account, TokenBucket, request_bucket
 from specrs.engine.drafting.chooser import Kind
-from specrs.engine.drafting.costs import PLAIN, SPECULATIVE, Pace, PassCost
+from specrs.engine.drafting.costs import HOSTED, PLAIN, SPECULATIVE, Pace, PassCost
 from specrs.models.acceptance import Acceptance
 
 
@@ -57,23 +57,48 @@ def test_what_rounds_take_beside_their_passes_is_a_mean_that_stalls_hardly_move(
     costs, rng = policy().costs, random.Random(1)
     for _ in range(400):  # one round in four has stalled, and the one behind it ends early by the host's clock
         for seconds in (10.0, 1e-5, 1.3, 1.3, 1.3, 1.3, 1.3, 1.3):
-            costs.observe(SPECULATIVE, 1.0 + costs.beside[SPECULATIVE], seconds + 0.01 * rng.random())
+            costs.observe(SPECULATIVE, 1, 1.0 + costs.beside[SPECULATIVE], seconds + 0.01 * rng.random())
     assert costs.beside[SPECULATIVE] == pytest.approx(0.3, abs=0.05)
     before = costs.beside[PLAIN]
     for _ in range(60):  # a lasting change is believed
-        costs.observe(SPECULATIVE, 1.0 + costs.beside[SPECULATIVE], 1.6)
+        costs.observe(SPECULATIVE, 1, 1.0 + costs.beside[SPECULATIVE], 1.6)
     assert costs.beside[SPECULATIVE] == pytest.approx(0.6, abs=0.05) and costs.beside[PLAIN] == before
     for _ in range(400):  # rounds that overlap
-        costs.observe(SPECULATIVE, 1.0 + costs.beside[SPECULATIVE], 0.8)
+        costs.observe(SPECULATIVE, 1, 1.0 + costs.beside[SPECULATIVE], 0.8)
     assert costs.beside[SPECULATIVE] == pytest.approx(-0.2, abs=0.05)
 
 
 def test_large_batches_that_overlap_well_make_no_small_round_free() -> None:
     costs = policy().costs
     for _ in range(200):  # rounds of 64 requests that take half of what their passes took alone
-        costs.observe(PLAIN, costs.plain(64), costs.target.at(64) / 2)
-    assert -costs.beside[PLAIN] > costs.target.at(1) / 2  # else this test shows nothing
-    assert costs.plain(1) >= costs.target.at(1) / 2 > 0
+        costs.observe(PLAIN, 64, costs.plain(64), costs.target.at(64) / 2)
+    assert costs.plain(1) == costs.target.at(1) / 2 > 0
+
+
+@pytest.mark.parametrize("kind", [SPECULATIVE, HOSTED])
+def test_what_large_batches_teach_is_unlearnt_by_small_rounds(kind: int) -> None:
+    costs = policy().costs
+
+    def expected(batch: int) -> float:
+        return costs.target.at(batch) + (costs.beside[HOSTED] if kind == HOSTED else costs.drafting(batch, batch, 1))
+
+    for _ in range(40):
+        costs.observe(kind, 64, expected(64), 0.5 * costs.target.at(64))
+    for _ in range(200):
+        assert expected(1) > 0.0
+        costs.observe(kind, 1, expected(1), 1.5 * costs.target.at(1))
+    assert expected(1) == pytest.approx(1.5 * costs.target.at(1), rel=0.1)
+
+
+def test_plain_rounds_are_unlearnt_where_none_is_seen() -> None:
+    costs = policy().costs
+    for _ in range(40):  # the host's work for many requests
+        costs.observe(PLAIN, 64, costs.plain(64), costs.target.at(64) + 3.0 * costs.target.at(1))
+    assert costs.plain(1) > 2.0 * costs.target.at(1)
+    for _ in range(200):  # all draft, and take less than such a plain round
+        took = 1.3 * costs.target.at(1)
+        costs.observe(SPECULATIVE, 1, costs.target.at(1) + costs.drafting(1, 1, 1), took)
+    assert costs.plain(1) <= 1.4 * costs.target.at(1)
 
 
 def test_nodes_are_chosen_as_the_formula_says() -> None:

@@ -26,8 +26,9 @@ class TokenBucket:
     left: float
 
     def pay(self, rounds: float) -> None:
-        """Take ``rounds`` that drafts have lost; a negative number adds rounds that drafts have won."""
-        self.left = min(self.left - rounds, max(CAP, self.left))
+        """Take ``rounds`` that drafts have lost; a negative number adds rounds that drafts have won. No more than `CAP`
+        rounds are owed, so that one stall does not end drafting for good."""
+        self.left = max(min(self.left - rounds, max(CAP, self.left)), -CAP)
 
 
 def request_bucket(tokens: int) -> float:

@@ -100,10 +100,8 @@ class Costs:
         return cls(PassCost([1], [1.0]), nothing, nothing, nothing)
 
     def plain(self, batch: int) -> float:
-        """Return the seconds of a round of plain decoding, at least half of its pass's: the mean beside passes is of
-        batches of all sizes, and may be less than nothing by more than a small batch takes."""
-        seconds = self.target.at(batch)
-        return max(seconds + self.beside[PLAIN], seconds / 2)
+        """Return the seconds of a round of plain decoding."""
+        return self.target.at(batch) + self.beside[PLAIN]
 
     def drafting(self, batch: int, beams: int, levels: int) -> float:
         """Return the seconds of drafting ``levels`` levels: a pass that extends draft KV and gives the first level, and
@@ -111,8 +109,17 @@ class Costs:
         passes = max(levels - 1, 0) * self.draft_step.at(beams) + self.draft_extend.at(2 * batch)
         return passes + self.beside[SPECULATIVE]
 
-    def observe(self, kind: int, expected: float, seconds: float) -> None:
-        """Learn from a round that took ``seconds`` where ``expected`` were."""
+    def observe(self, kind: int, batch: int, expected: float, seconds: float) -> None:
+        """Learn from a round of a batch that took ``seconds`` where ``expected`` were.
+
+        The means are of batches of all sizes. None is less than nothing by more than half of a pass over one row, so
+        that rounds of all sizes take time.
+        """
         self.seen[kind] += 1
-        more = min(max(seconds - expected, -expected / 2), expected / 2)
-        self.beside[kind] += max(1 / self.seen[kind], LEARN) * more
+        before, least = self.beside[kind], -self.target.at(1) / 2
+        more = max(1 / self.seen[kind], LEARN) * min(max(seconds - expected, -expected / 2), expected / 2)
+        self.beside[kind] = max(before + more, least)
+        # A plain round does only a part of this round's work, and takes no longer; there may be none to learn it from.
+        longer = self.plain(batch) - (expected + self.beside[kind] - before)
+        if kind != PLAIN and longer > 0.0:
+            self.beside[PLAIN] = max(self.beside[PLAIN] - LEARN * longer, least)

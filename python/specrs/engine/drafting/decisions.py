@@ -135,7 +135,7 @@ class Drafting:
             short = policy.short(self.account(r), size, r.lag + behind)
             if short <= _ROUNDING:
                 rooms[i] = least - short
-            elif short / RATE >= r.remaining / 2:
+            elif flying is None and short / RATE >= r.remaining / 2:
                 r.give_up_drafts(r.head.end)
         while rooms and min(rooms.values()) < policy.least_loss(size, len(rooms)) - _ROUNDING:
             del rooms[min(rooms, key=rooms.__getitem__)]
@@ -204,7 +204,11 @@ class Drafting:
 
         The arguments are those of `behind`. The device is busy meanwhile, so that asking costs nothing.
         """
-        proposals = self.gathering.ask(batch, charged=False) if len(batch) else None
+        size, costs = len(batch), self.policy.costs
+        if not size:
+            return False
+        spare = costs.plain(size) if plan.head is None else round_seconds(self._shape, costs, size, plan.levels)
+        proposals = self.gathering.ask(batch, spare=spare)
         if proposals is None or proposals.trees is None:
             return False
         head = [i for i, row in enumerate(rows) if plan.head is not None and plan.head[row]]
@@ -224,7 +228,7 @@ class Drafting:
         seconds = self._seconds(outcome)
         if not self.policy.fixed and outcome.seconds is not None:
             kind = PLAIN if not plan.drafts else HOSTED if plan.head is None else SPECULATIVE
-            self.policy.costs.observe(kind, seconds, outcome.seconds)
+            self.policy.costs.observe(kind, len(passed), seconds, outcome.seconds)
         if plan.head is not None:
             self._observe_head(outcome, seconds)
         self._book(outcome, seconds)

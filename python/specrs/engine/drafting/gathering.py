@@ -113,11 +113,11 @@ class Gathering:
 
     # -- before a round -----------------------------------------------------------------------------------------
 
-    def ask(self, batch: Batch, *, charged: bool = True) -> Proposals | None:
+    def ask(self, batch: Batch, *, spare: float = 0.0) -> Proposals | None:
         """Ask the sources for each request that can pay for a round with drafts; ``None`` where nothing is proposed.
 
         Args:
-            charged: False while a device is busy, so that asking costs nothing.
+            spare: seconds for which a device is busy meanwhile, so that asking costs nothing.
         """
         if not self.sources.all and self.grammars is None:
             return None
@@ -129,21 +129,23 @@ class Gathering:
         if not asked and all(r.draws.grammar is None for r in batch):
             return None
         ids = {r.request_id for r in asked}
-        with self._paid(asked if charged else (), size):
+        with self._paid(asked, size, spare):
             said = [self._said(r, r.request_id in ids) for r in batch]
-            self._last = last = Proposals(batch.requests, said, [len(r.tokens) for r in batch], ids, charged)
+            self._last = last = Proposals(batch.requests, said, [len(r.tokens) for r in batch], ids, not spare)
             if not any(map(any, said)):
                 return None
             last.trees = self._weighed(batch, said)
         return last
 
     @contextmanager
-    def _paid(self, payers: Sequence[Request], size: int) -> Iterator[None]:
-        """Let requests pay for the time that a batch of ``size`` requests waits for the block."""
+    def _paid(self, payers: Sequence[Request], size: int, spare: float = 0.0) -> Iterator[None]:
+        """Let requests pay for the time that a batch of ``size`` requests waits for the block, but for ``spare``
+        seconds. Where trees are fixed, nobody pays."""
         started = time.perf_counter()
         yield
-        waited = (time.perf_counter() - started) / self._policy.costs.plain(size) * size
-        for r in payers:
+        seconds = max(time.perf_counter() - started - spare, 0.0)
+        waited = seconds / self._policy.costs.plain(size) * size
+        for r in () if self._policy.fixed else payers:
             self._account_of(r).pay(waited / len(payers), size)
 
     def _said(self, r: Request, asks: bool) -> Said:
