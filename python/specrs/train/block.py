@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -129,7 +130,12 @@ class BlockHead(Head):
         self.register_buffer("rope", table, persistent=False)
         self.register_buffer("mask", torch.zeros(sizes.hidden_size), persistent=False)
         self._randomise(seed)
+        self._scale = 1.0
         self._score = self._scores
+
+    def begin_at(self, model: Path, target: ModelConfig, ids: Tensor) -> None:
+        super().begin_at(model, target, ids)
+        self._scale = target.block.embedding_scale
 
     def mask_by(self, token: int, embedding: Tensor) -> None:
         """Take the token that masked rows read, and its embedding."""
@@ -150,7 +156,10 @@ class BlockHead(Head):
         count, rows, h = anchors.shape[1], self.rows, embeds.shape[-1]
         context = self.hidden_norm(self.fc(features))
         first = embeds.take_along_dim(anchors[:, :, None], 1)[:, :, None]
-        x = torch.cat([first, self.mask.to(embeds.dtype).expand(batch, count, rows - 1, h)], 2).flatten(1, 2)
+        x = (
+            torch.cat([first, self.mask.to(embeds.dtype).expand(batch, count, rows - 1, h)], 2).flatten(1, 2)
+            * self._scale
+        )
         at = (anchors[:, :, None] + 1 + torch.arange(rows, device=anchors.device)).flatten(1)
         places = torch.arange(length, device=anchors.device)
         same = pieces.take_along_dim(anchors, 1)[:, :, None] == pieces[:, None]
@@ -194,11 +203,12 @@ class BlockHead(Head):
                 "markov_rank": self.rank, "markov_head_type": "vanilla", "enable_confidence_head": False,
                 "confidence_head_with_markov": False, "sample_from_anchor": True,
             }  # fmt: skip
+        scale = {} if self._scale == 1.0 else {"input_embedding_scale": self._scale}
         return {
             "architectures": [self.published], "speculators_model_type": kind, "block_size": self.rows,
             "mask_token_id": self.mask_token, "draft_vocab_size": s.draft_vocab_size,
             "aux_hidden_state_layer_ids": list(feature_layers(target.num_layers)),
-            "target_hidden_size": s.hidden_size, "tie_word_embeddings": False, **markov,
+            "target_hidden_size": s.hidden_size, "tie_word_embeddings": False, **markov, **scale,
             "speculators_config": {
                 "algorithm": kind, "default_proposal_method": "greedy",
                 "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": self.levels}],

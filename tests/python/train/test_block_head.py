@@ -34,9 +34,11 @@ def random_head(target: Path, rank: int) -> BlockHead:
     return head
 
 
-@pytest.mark.parametrize("rank", [0, 8])
-def test_blocks_are_the_drafts_of_the_engine(tmp_path: Path, rank: int) -> None:
-    at = modelzoo.write_target(tmp_path / "target", num_hidden_layers=6)
+@pytest.mark.parametrize(
+    ("rank", "architecture"), [(0, "LlamaForCausalLM"), (8, "LlamaForCausalLM"), (8, "Gemma2ForCausalLM")]
+)
+def test_blocks_are_the_drafts_of_the_engine(tmp_path: Path, rank: int, architecture: str) -> None:
+    at = modelzoo.write_target(tmp_path / "target", architecture, num_hidden_layers=6)
     trained, config = random_head(at, rank), ModelConfig.from_directory(at)
     trained.save(config, tmp_path / "head", torch.float32)
     target = LlamaModel.load(at, ops_for())
