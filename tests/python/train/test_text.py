@@ -92,7 +92,7 @@ def test_a_stream_goes_on_from_its_place_and_has_as_much_text_as_answers() -> No
 
 def test_the_draft_vocabulary_is_that_of_the_answers() -> None:
     texts = Texts([np.array([5, 5, 5, 2, 2, 9])], [np.array([7, 7, 7, 7, 0])])
-    ids, coverage = frequent_tokens(texts, 12, 3)
-    assert ids.tolist() == [2, 5, 7] and coverage == pytest.approx(5 / 6)
-    ids, coverage = frequent_tokens(Texts([], texts.text), 12, 1)
-    assert ids.tolist() == [7] and coverage == pytest.approx(0.8)
+    ids, coverage, rare = frequent_tokens(texts, 12, 3)
+    assert ids.tolist() == [2, 5, 7] and coverage == pytest.approx(5 / 6) and rare == 1
+    ids, coverage, rare = frequent_tokens(Texts([], texts.text), 12, 1)
+    assert ids.tolist() == [7] and coverage == pytest.approx(0.8) and rare == 1
