@@ -25,7 +25,7 @@ from specrs.models.cuda import why_not
 from specrs.train.answers import Answer, Prompt, Writer, beginnings
 from specrs.train.card import Report
 from specrs.train.checkpoint import Checkpoint, model_digest
-from specrs.train.documents import Document, Documents, read_text
+from specrs.train.documents import Document, Documents, in_turns, read_text
 from specrs.train.heads import feature_layers
 from specrs.train.measured import Engines, measured
 from specrs.train.rows import Tokens
@@ -196,8 +196,9 @@ class Session:
                     return
                 yield prompt
 
-        held = islice((Prompt(d.kind, d.content, True) for d in given.held_out), _HELD_OUT_ANSWERS)
-        prompts = chain(held, (Prompt(d.kind, d.content) for d in given.kept), of_text())
+        # Time may end the answers, and those that are there should be of every kind.
+        held = islice((Prompt(d.kind, d.content, True) for d in in_turns(given.held_out)), _HELD_OUT_ANSWERS)
+        prompts = chain(held, (Prompt(d.kind, d.content) for d in in_turns(given.kept)), of_text())
         began, seconds = time.perf_counter(), 60 * _ANSWER_TIME * (o.minutes or float("inf"))
         context = min(self._sizes.max_context_len, max(2048, o.length + o.answer_tokens))
         with LLM(
