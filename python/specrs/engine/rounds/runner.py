@@ -76,7 +76,7 @@ class Runner:
             self.drafting.price(self.executor.policy(self.pages))
 
     def admit(self, request: Request) -> None:
-        """Give the request a row of the page table, and decide whether the head follows it."""
+        """Give the request a row of the page table. The head follows it if it can."""
         request.head.followed &= self.head is not None
         self.pages.admit(request)
         if request.head.followed and not self.drafting.follows(request):
@@ -228,7 +228,7 @@ class Runner:
         """Launch a round: lease its pages, launch its drafts, and launch the target's pass over the drafts."""
         plan, lease, need = self._round_lease(plan)
         with _naming(batch.requests), self._rolled_back(batch, lease):
-            self.drafting.start(plan)
+            self.drafting.catch_up(plan.drafting, len(batch))
             observers = list(self.observers)
             for o in observers:
                 positions = [n + more for n, more in zip(batch.lens, need, strict=True)]
