@@ -158,7 +158,7 @@ class BlockHead:
             return logits, t["hidden"]
         x, last = w["x"], len(self._tails) - 1
         self.embedding.lookup(tokens, x)
-        if self.config.embedding_scale != 1.0:
+        if self.config.embedding_scale not in (None, 1.0):
             x.mul_(self.config.embedding_scale)
         for i, (qkv, norm, tail) in enumerate(zip(self._qkv, self._norms, self._tails, strict=True)):
             qkv.forward(x, w["qkv"], None, norm, self._eps)
