@@ -151,7 +151,7 @@ def _product(at: Placement, product: Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def _scored(at: Placement, table: Embedding, made: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Products [N, W, M] of rows [N, W, r] and the table's rows of some tokens [N, M]: a sum over the last dimension,
-    which unlike a product of matrices has the same bits whatever the batch."""
+    """Products [N, W, M] in f32 of rows [N, W, r] and the table's rows of some tokens [N, M]: a sum over the last
+    dimension, which unlike a product of matrices has the same bits whatever the batch."""
     n, w, r = made.shape
-    return (made.view(n, w, 1, r) * _rows(at, table, ids, r).view(n, 1, -1, r)).sum(-1)
+    return (made.view(n, w, 1, r).float() * _rows(at, table, ids, r).view(n, 1, -1, r)).sum(-1)

@@ -213,7 +213,8 @@ class Gathering:
         others = [nothing] * len(head) if proposals is None else proposals.said
         said = [[*said[:-2], own, said[-1]] for said, own in zip(others, head, strict=True)]
         beside = self._policy.costs.drafting(len(batch), len(batch), drafted.levels)
-        return HostTrees(*self._chosen(batch, said, beside, limit), drafted.levels, drafted.faults, head)
+        chosen = self._chosen(batch, said, beside, limit, self._tiers)
+        return HostTrees(*chosen, drafted.levels, drafted.faults, head)
 
     # -- after it -----------------------------------------------------------------------------------------------
 
