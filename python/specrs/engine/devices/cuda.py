@@ -133,6 +133,8 @@ class CudaExecutor(HostExecutor):
                 FormatArrays(config, geometry, lists, cuda.index, dense.stream),
             )  # fmt: skip
             self._prompts = prompt_passes(self._models, prompt_sizes(config))
+            if isinstance(drafts, CudaBlocks):
+                drafts.prepare(self._models)
             if isinstance(drafts, CudaDrafts):
                 most, wide = entering(config)
                 drafts.entering = [Entering(self._models, n, wide) for n in sorted({1, most})]
@@ -475,4 +477,6 @@ class CudaExecutor(HostExecutor):
         self._prompts.clear()
         if isinstance(self.drafts, CudaDrafts):
             self.drafts.entering.clear()
+        if isinstance(self.drafts, CudaBlocks):
+            self.drafts.passes.clear()
         core._graph_collect(True)

@@ -8,19 +8,23 @@ root as EAGLE-3's do (`CudaDrafts`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
 from specrs.engine.config import BlockEngineConfig, EngineConfig
 from specrs.engine.devices.cuda_drafts import CudaDrafts, in_passes
+from specrs.engine.devices.graphs import Graphs
 from specrs.engine.devices.head_inputs import Entries, HostDrafted, non_finite
 from specrs.engine.devices.host_blocks import Blocks, HostBlocks, heats_of
 from specrs.engine.devices.launched import DeviceRoot, LaunchedRound
-from specrs.engine.devices.memory import MOST_BLOCK_ROWS, Roots
+from specrs.engine.devices.memory import MOST_BLOCK_ROWS, Models, Roots, buckets
+from specrs.engine.devices.prompt_pass import PassInputs
 from specrs.engine.drafting.trees import Drafted
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
@@ -56,15 +60,20 @@ class ListSelect:
 
         self._scores, self._ids, self._sound = empty(width, torch.float32), empty(width), empty(1)
         self._parents, self._beams, self._bits = empty(width), empty(width), empty(width, torch.int64)
-        self._tokens, self._from = empty(width), empty(width)
+        self._tokens, self._from, self._found = empty(width), empty(width), empty(2 * width + 1)
         words = core._device_draft_scratch(shape, most, self._vocab, at.index)
         self._scratch = torch.zeros(words, dtype=torch.int64, device=at)
 
     def of(self, logits: torch.Tensor, heats: Sequence[float]) -> Lists:
         """Return the lists of up to `MOST_BLOCK_ROWS` rows, whose logits are multiplied by ``heats`` in place."""
-        rows, width = logits.shape[0], self._shape.topk
         if any(heat != 1.0 for heat in heats):
             logits.mul_(torch.tensor(heats).pin_memory().to(logits.device, non_blocking=True)[:, None])
+        self.launch(logits)
+        return self.read(len(heats))
+
+    def launch(self, logits: torch.Tensor) -> None:
+        """Select from logits of up to `MOST_BLOCK_ROWS` rows. Nothing here waits or allocates."""
+        rows, width = logits.shape[0], self._shape.topk
         scores, ids, sound = self._scores[:rows], self._ids[:rows], self._sound[:rows]
         beams = BeamArrays(
             scores=scores, candidate_tokens=ids, candidate_parents=self._parents[:rows], beams=self._beams[:rows],
@@ -77,8 +86,85 @@ class ListSelect:
             step=0, logits=logits, to_target=None, vocab=self._vocab, live=None, shape=self._shape, beams=beams,
             scratch=self._scratch, stream=self._dense.stream,
         )  # fmt: skip
-        found = torch.cat((ids, scores.view(torch.int32), sound), 1).cpu()  # waits for all that was launched
+        torch.cat((ids, scores.view(torch.int32), sound), 1, out=self._found[:rows])
+
+    def read(self, rows: int) -> Lists:
+        """Return the lists of the first rows that `launch` selected from, once they are there."""
+        found, width = self._found[:rows].cpu(), self._shape.topk  # waits for all that was launched
         return found[:, :width].contiguous(), found[:, width:-1].view(torch.float32).contiguous(), found[:, -1]
+
+
+class BlockPass:
+    """Graphs of a head's pass over the blocks of up to ``batch`` requests, and of the selection from its logits.
+
+    Attributes:
+        batch: number of seats.
+    """
+
+    def __init__(self, models: Models, head: BlockHead, select: ListSelect, batch: int) -> None:
+        self.batch, self._m, self._head, self._select = batch, models, head, select
+        config, at = head.config, head.placement.device
+        rows, self._levels = batch * config.block_size, batch * config.depth
+        self._inputs = inputs = PassInputs(
+            models, batch, rows, first_pages=batch, wanted=self._levels, heats=self._levels
+        )
+        self._host_masks = torch.zeros(rows, dtype=torch.int64, pin_memory=True)
+        self._masks = torch.zeros(rows, dtype=torch.int64, device=at)
+        plan = cast(DevicePlan, inputs.plan("slots", config.block_size, first_pages=True))
+        self._plan = plan if config.causal else replace(plan, mask=self._masks)
+        self._graphs = Graphs(models)
+
+    def run(
+        self, plan: core.Plan, tokens: Sequence[int], wanted: Sequence[int], heats: Sequence[float]
+    ) -> tuple[Lists, torch.Tensor]:
+        """Run the pass, and wait for it.
+
+        Args:
+            plan: the pass, planned by the host.
+            tokens: token of each row.
+            wanted: the rows of all levels.
+            heats: the factor on the scores of each of these.
+
+        Returns:
+            The lists of ``wanted``, and these rows, which the next pass overwrites.
+        """
+        inputs, count = self._inputs, from_dlpack(plan.prefix_lens).numel()
+        inputs.set(
+            plan,
+            tokens=(tokens, 0),
+            wanted=(wanted, 0),
+            first_pages=(plan.first_pages or [0] * count, 0),
+            heats=(np.array(heats, np.float32).view(np.int32), 0),
+        )
+        if not self._head.config.causal:
+            masks = from_dlpack(plan.mask).view(-1)
+            self._host_masks[: len(masks)] = masks
+            self._masks.copy_(self._host_masks, non_blocking=True)
+        heated = any(heat != 1.0 for heat in heats)
+        name = f"the pass over blocks of {self.batch} requests{', some sampled' if heated else ''}:"
+        hidden = self._graphs.run(name, self._passes(heated), self._kept)
+        return self._select.read(len(wanted)), hidden[: len(wanted)]
+
+    def _kept(self) -> list[object]:
+        m = self._m
+        return [m.draft_cache, self._head, self._select, self._inputs, self._masks, *m.format.kept()]
+
+    def _passes(self, heated: bool) -> Callable[[int], torch.Tensor]:
+        """Return a function that launches the pass. It does not refer to this object, because a graph keeps it."""
+        m, head, select, inputs, plan = self._m, self._head, self._select, self._inputs, self._plan
+        a = inputs.there
+
+        def run(_: int) -> torch.Tensor:
+            assert m.draft_cache is not None
+            m.dense.forget()
+            inputs.write_arrays(m.dense.stream)
+            logits, hidden = head.draft(a["tokens"], cast(core.Plan, plan), m.draft_cache, a["wanted"])
+            if heated:
+                logits.mul_(a["heats"].view(torch.float32)[:, None])
+            select.launch(logits)
+            return hidden
+
+        return run
 
 
 @dataclass(frozen=True)
@@ -94,7 +180,11 @@ class BlockRoot:
 
 
 class CudaBlocks(HostBlocks):
-    """Runs the passes of a head that drafts blocks."""
+    """Runs the passes of a head that drafts blocks.
+
+    Attributes:
+        passes: passes over blocks, for more requests from one to the next.
+    """
 
     head: BlockHead
 
@@ -102,7 +192,12 @@ class CudaBlocks(HostBlocks):
         super().__init__(head, cache, planner, config)
         self._dense, self._listed = cast(CudaDense, head.dense), min(self._listed, head.vocab_size)
         self._select, self._most_rows = ListSelect(head, self._listed), config.prefill_chunk
-        self._at_once = max(MOST_BLOCK_ROWS // head.config.block_size, 1)
+        self.passes: list[BlockPass] = []
+
+    def prepare(self, models: Models) -> None:
+        """Make the passes over blocks."""
+        most = min(models.config.max_batch, MOST_BLOCK_ROWS // self.head.config.block_size)
+        self.passes = [BlockPass(models, self.head, self._select, n) for n in buckets(most)]
 
     def keep(self, batch: Batch, passed: Pass, rows: Sequence[Sequence[int]]) -> None:
         if not isinstance(passed, LaunchedRound):
@@ -135,21 +230,20 @@ class CudaBlocks(HostBlocks):
     def lists(self, blocks: Blocks) -> core.DraftLists:
         found, hidden = list[Lists](), list[torch.Tensor]()
         drafting = [i for i, count in enumerate(blocks.levels) if count]
-        for first in range(0, len(drafting), self._at_once):
-            some = set(drafting[first : first + self._at_once])
+        most = self.passes[-1].batch
+        for first in range(0, len(drafting), most):
+            some = set(drafting[first : first + most])
             levels = [count if i in some else 0 for i, count in enumerate(blocks.levels)]
-            logits, rows = self._run(replace(blocks, levels=levels))
-            found.append(self._select.of(logits, heats_by_level(blocks.heats, levels)))
-            hidden.append(rows if len(drafting) <= self._at_once else rows.clone())
+            made = next(each for each in self.passes if each.batch >= len(some))
+            lists_of_some, rows = made.run(
+                *self._plan_blocks(replace(blocks, levels=levels)), heats_by_level(blocks.heats, levels)
+            )
+            found.append(lists_of_some)
+            hidden.append(rows if len(drafting) <= most else rows.clone())
         lists = joined(self.head, found, blocks.levels, self._listed)
         if hidden:
             self._walk(lists, blocks, hidden[0] if len(hidden) == 1 else torch.cat(hidden))
         return lists
-
-    def _run(self, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
-        plan, tokens, wanted = self._plan_blocks(blocks)
-        at, (tokens, wanted) = DevicePlan.of(self._dense, plan, self.cache.page_size, tokens, wanted)
-        return self.head.draft(tokens, cast(core.Plan, at), self.cache, wanted)
 
     def _sound(self, batch: Batch, request: int) -> int:
         root = batch.requests[request].head.root

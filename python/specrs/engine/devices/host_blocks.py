@@ -96,7 +96,8 @@ class HostBlocks(KeptInputs):
 
     def lists(self, blocks: Blocks) -> core.DraftLists:
         """Run blocks, and return the lists of their levels."""
-        logits, hidden = self._run(blocks)
+        plan, tokens, wanted = self._plan_blocks(blocks)
+        logits, hidden = self.head.draft(torch.tensor(tokens), plan, self.cache, torch.tensor(wanted))
         lists = lists_of(self.head, self.head.dense.host(logits), blocks.levels, blocks.heats, self._listed)
         self._walk(lists, blocks, hidden)
         return lists
@@ -105,7 +106,7 @@ class HostBlocks(KeptInputs):
         """Return the positions of a request whose draft KV is sound, though its block's scores are not."""
         return batch.lens[request]
 
-    def _plan_blocks(self, blocks: Blocks) -> tuple[core.Plan, torch.Tensor, torch.Tensor]:
+    def _plan_blocks(self, blocks: Blocks) -> tuple[core.Plan, list[int], list[int]]:
         """Return the plan of the blocks of those requests that draft, their tokens, and the rows of all levels."""
         some, config = [i for i, count in enumerate(blocks.levels) if count], self.head.config
         seqs, counts = [blocks.seqs[i] for i in some], [blocks.rows[i] for i in some]
@@ -118,12 +119,7 @@ class HostBlocks(KeptInputs):
         tokens = [t for i, count, _ in each for t in self.head.block(blocks.roots[i], count)]
         skipped = 0 if config.anchor else 1
         wanted = [start + skipped + level for i, _, start in each for level in range(blocks.levels[i])]
-        return plan, torch.tensor(tokens), torch.tensor(wanted)
-
-    def _run(self, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run blocks. Returns logits and rows of each level, request by request."""
-        plan, tokens, wanted = self._plan_blocks(blocks)
-        return self.head.draft(tokens, plan, self.cache, wanted)
+        return plan, tokens, wanted
 
     def _walk(self, lists: core.DraftLists, blocks: Blocks, hidden: torch.Tensor) -> None:
         """Let each level's lists depend on the path, by the head's own network, if it has one."""

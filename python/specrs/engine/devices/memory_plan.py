@@ -275,11 +275,14 @@ class Engine:
                 both = len(drafted_levels(shape)) if unites else 0
                 given = len(room) * (1 + both)
             graphs = len(buckets(b)) * 2 * (levels * each + given)  # greedy, and sampled
+            graphs += 2 * len(buckets(step_rows(c, g)))  # passes that draft all levels
             yield "captured rounds and passes over prompts", (graphs + len(prompt_sizes(c))) * _CAPTURED
         # The pool's table, that of a long prompt's pass, and those of captured passes over prompts.
         tables = (
             2 * b + sum(requests for requests, _ in prompt_sizes(c)) + (1 + entering(c)[0] if head is not None else 0)
         )
+        if isinstance(c, BlockEngineConfig):  # those of passes over blocks
+            tables += 2 * b
         words = tables * g.row_pages + 16 * (c.prefill_chunk + b) + 4 * nodes * 28
         yield "page tables, plans, trees and scratch", words * 4 + _SCRATCH
         if lists := format_arrays(c, g, head is not None):
