@@ -2,7 +2,7 @@
 
 Weights are random, and the target has the shape of Llama-3.2-1B. Drafts of a random head are hardly ever accepted: what
 is measured is how long a round takes with a block's drafts, and the part of it that drafts (`CudaBlocks.lists` and the
-making of trees). Tokens must be those of plain decoding.
+making of trees), with and without the scores behind each prefix. Tokens must be those of plain decoding.
 
     python benches/gpu/blocks.py [--json FILE] [--rounds 24] [--batches 1,8] [--context 1024]
 """
@@ -104,6 +104,10 @@ def main() -> None:
                         wanted = tokens
                     else:
                         row |= {"tree": TREES[name], "drafting_ms": round(drafting(llm, batch) * 1e3, 3)}
+                        head: Any = llm._runner.executor.drafts.head
+                        if head.path_head is not None:
+                            head.path_head = None
+                            row["drafting_ms_but_for_prefixes"] = round(drafting(llm, batch) * 1e3, 3)
                         short = [min(map(len, pair)) for pair in zip(tokens, wanted, strict=True)]
                         row["same_tokens"] = all(a[:n] == b[:n] for a, b, n in zip(tokens, wanted, short, strict=True))
                 rows.append(row)

@@ -3,6 +3,7 @@ those of plain decoding."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from modelzoo import Pair
 from reference_blocks import Block
 from reference_heads import Sizes
 from specrs import LLM, ConfigError, SamplingParams, StructuredOutputs, device
+from specrs import _specrs as core
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU in this machine", allow_module_level=True)
@@ -182,6 +184,30 @@ def test_rounds_that_somebody_looks_at_decide_the_same(pair: Pair) -> None:
         with llm.watching(lambda trees, accepts: seen.append(trees.sizes)):
             assert check(llm, prompts, params, want)
         assert any(max(sizes) > 1 for sizes in seen)
+
+
+@pytest.mark.parametrize("options", [
+    {"max_batch": 8, "tree": (8, 15, 64), "prefill_chunk": 512}, {"max_batch": 3, "graphs": "off", "page_size": 1}, {},
+])  # fmt: skip
+def test_an_engine_at_its_limits_stays_within_its_budget(pair: Pair, options: dict[str, Any]) -> None:
+    def mine() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        core._device_collect(torch.cuda.current_device())
+        return torch.cuda.memory_reserved() + core._device_memory(torch.cuda.current_device())[3]
+
+    before = mine()
+    torch.cuda.reset_peak_memory_stats()
+    with LLM(pair.target, pair.draft, device="cuda", max_context_len=500, **options) as llm:
+        for seed in (None, 1):
+            params = SamplingParams(max_tokens=40, temperature=0.0 if seed is None else 0.8, seed=seed, ignore_eos=True)
+            prompts = [[(3 + i * j) % 8 for j in range(400)] for i in range(2 * llm.config.max_batch)]
+            llm.generate(prompts, params)
+        budget = llm.budget
+        used = torch.cuda.max_memory_reserved() + core._device_memory(torch.cuda.current_device())[3] - before
+    assert budget is not None
+    assert budget.pages * budget.page_bytes < used <= budget.bytes, budget
 
 
 def test_what_a_gpu_cannot_run_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from blockrun import LAYERS as TARGET_LAYERS
 from blockrun import Driven
 from modelrun import random_tokens
 from reference_blocks import Block
+from specrs.engine.devices.memory_plan import Head, head_elements
 from specrs.models import (
     BlockConfig,
     ModelConfig,
@@ -23,6 +24,7 @@ from specrs.models import (
     ops_for,
     torch_ops,
 )
+from specrs.models.layer import Workspace
 
 OPS: dict[str, Any] = {"torch": torch_ops, "host": ops_for}
 PLAIN = Block()
@@ -135,3 +137,15 @@ def test_what_depends_on_the_path_gives_the_trained_biases(tmp_path: Path, name:
         paths = [
             [[*each[p], t] for p, t in zip(parents[i].tolist(), drawn[i], strict=True)] for i, each in enumerate(paths)
         ]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_scratch_memory_of_a_head_is_counted(tmp_path: Path, name: str) -> None:
+    driven = Driven(tmp_path, ops_for(), *FORMS[name])
+    planned = Head(*check_draft(tmp_path / "head", driven.target.config))
+    driven.head.reserve(64, 16)
+    have, blocks = 0, [each for each in vars(driven.head).values() if isinstance(each, Workspace)]
+    for block in blocks:
+        rows = 64 if block is driven.head._write_work else 16
+        have += rows * sum(row.shape[1] for at, row in block.rows(rows).items() if at != "logits")
+    assert have <= head_elements(planned, 64, 16) < 1.3 * have
