@@ -36,9 +36,9 @@ SMALL = Block(
 FORMS: dict[str, tuple[str, Any]] = {
     "DFlash": ("DFlash", replace(SMALL, rows=16)),
     "JetSpec": ("JetSpec", replace(SMALL, causal=True, rows=16)),
-    "DSpark": ("DSpark", replace(SMALL, anchor=True, markov="vanilla")),
-    "DSpark of DeepSpec": ("DeepSpec", replace(SMALL, anchor=True, markov="rnn", own_embedding=True)),
-    "Domino": ("Domino", replace(SMALL, free=1, anchor=True)),
+    "DSpark-Markov": ("DSpark", replace(SMALL, anchor=True, markov="vanilla")),
+    "DeepSpec-Markov": ("DeepSpec", replace(SMALL, anchor=True, markov="rnn", own_embedding=True)),
+    "Domino-GRU": ("Domino", replace(SMALL, free=1, anchor=True)),
     "P-EAGLE": (
         "P-EAGLE",
         Sizes(hidden=64, heads=4, kv_heads=2, head_dim=64, inner=96, vocab=8, draft_vocab=None, mask=3, levels=5,
@@ -145,7 +145,7 @@ def test_a_batch_of_more_rows_than_a_pass_takes(tmp_path: Path) -> None:
     ("name", "tensor"),
     [("DFlash", "layers.1.mlp.down_proj.weight"), ("DFlash", "layers.1.self_attn.v_proj.weight"),
      ("P-EAGLE", "layers.1.mlp.down_proj.weight"), ("P-EAGLE", "mask_hidden"),
-     ("DSpark", "logit_head.markov_head.markov_w2.weight")],
+     ("DSpark-Markov", "logit_head.markov_head.markov_w2.weight")],
 )  # fmt: skip
 @pytest.mark.parametrize("tree", [None, (3, 4, 9)])
 def test_a_head_that_gives_nan_costs_its_drafts_alone(tmp_path: Path, name: str, tensor: str, tree: Any) -> None:
