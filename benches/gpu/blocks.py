@@ -2,7 +2,8 @@
 
 Weights are random, and the target has the shape of Llama-3.2-1B. Drafts of a random head are hardly ever accepted: what
 is measured is how long a round takes with a block's drafts, and the part of it that drafts (`CudaBlocks.lists` and the
-making of trees), with and without the scores behind each prefix. Tokens must be those of plain decoding.
+making of trees). Of a Markov head also what drafting takes where the scores behind each prefix are made level by level,
+instead of all pairs of tokens at once, and where there are none. Tokens must be those of plain decoding.
 
     python benches/gpu/blocks.py [--json FILE] [--rounds 24] [--batches 1,8] [--context 1024]
 """
@@ -17,6 +18,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import save_file
@@ -32,6 +34,7 @@ from specrs.measuring.machine import driver
 from specrs.measuring.rounds import random_prompts, rounds, steady
 from specrs.measuring.shapes import shape_config
 from specrs.models import LlamaModel, ModelConfig
+from specrs.models.path_heads import MarkovHead
 
 HEAD = Block(
     rows=16, mask=3, hidden=2048, target_hidden=2048, heads=32, kv_heads=8, head_dim=64, inner=8192, vocab=128256,
@@ -106,6 +109,8 @@ def main() -> None:
                         row |= {"tree": TREES[name], "drafting_ms": round(drafting(llm, batch) * 1e3, 3)}
                         head: Any = llm._runner.executor.drafts.head
                         if head.path_head is not None:
+                            with mock.patch.object(MarkovHead, "pairs", False):
+                                row["drafting_ms_level_by_level"] = round(drafting(llm, batch) * 1e3, 3)
                             head.path_head = None
                             row["drafting_ms_but_for_prefixes"] = round(drafting(llm, batch) * 1e3, 3)
                         short = [min(map(len, pair)) for pair in zip(tokens, wanted, strict=True)]

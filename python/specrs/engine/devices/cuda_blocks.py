@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import cast
 
 import numpy as np
@@ -35,6 +36,7 @@ from specrs.models.eagle3 import Eagle3Head
 from specrs.models.features import gather
 from specrs.models.head import AnyHead
 from specrs.models.ops import KvMemory
+from specrs.models.path_heads import MarkovHead
 from specrs.operands import BeamArrays
 
 Lists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -244,6 +246,27 @@ class CudaBlocks(HostBlocks):
         if hidden:
             self._walk(lists, blocks, hidden[0] if len(hidden) == 1 else torch.cat(hidden))
         return lists
+
+    def _walk(self, lists: core.DraftLists, blocks: Blocks, hidden: torch.Tensor) -> None:
+        path_head, levels = self.head.path_head, blocks.levels
+        if not isinstance(path_head, MarkovHead) or not path_head.pairs:
+            super()._walk(lists, blocks, hidden)
+            return
+        some = lists.begin(blocks.roots, self._width)
+        if not some:
+            return
+        # Of all pairs of a listed token and one listed a level before at once: the device is waited for once.
+        ids, starts = from_dlpack(lists.ids).long(), torch.tensor([*accumulate(levels, initial=0)])[:-1]
+        tokens = ids if self.head.d2t is None else self.head.target_ids[ids]
+        before, drafting = tokens.roll(1, 0), torch.tensor(levels) > 0
+        before[starts[drafting]] = torch.tensor(blocks.roots)[drafting][:, None]
+        pairs = self._dense.host(path_head.of_pairs(before.to(hidden.device), ids.to(hidden.device)))
+        heat = torch.tensor([blocks.heats[i] for i in some])[:, None, None]
+        last, places = torch.tensor([levels[i] for i in some]) - 1, torch.arange(len(some))[:, None]
+        for level in range(int(last.max()) + 1):
+            rows = starts[some] + last.clamp(max=level)
+            ranks = (from_dlpack(lists.tokens)[:, :, None] == before[rows][:, None]).int().argmax(-1)
+            lists.advance((pairs[rows][places, ranks] * heat).contiguous())
 
     def _sound(self, batch: Batch, request: int) -> int:
         root = batch.requests[request].head.root
