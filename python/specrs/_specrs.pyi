@@ -1067,17 +1067,21 @@ class DraftLists:
         width: SupportsIndex,
         target_ids: _Tensor | None = None,
     ) -> Self: ...
-    @property
-    def width(self) -> int:
-        """Tokens of a level."""
+    @staticmethod
+    def of(
+        ids: _Tensor,
+        log_probs: _Tensor,
+        sound: _Tensor,
+        levels: _List[SupportsIndex],
+        target_ids: _Tensor | None = None,
+    ) -> DraftLists:
+        """The lists that a device has made: `ids` (int32) and `log_probs` (float32), [rows, width] each; a row whose
+        `sound` (int32 [rows]) is 0 has no distribution.
+        """
 
     @property
     def ids(self) -> Array:
         """Listed tokens in the draft's vocabulary, int32 [rows, width]."""
-
-    @property
-    def log_probs(self) -> Array:
-        """Their log-probabilities, float32 [rows, width]."""
 
     @property
     def faults(self) -> list[NonFiniteError]:

@@ -199,6 +199,10 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             {"drawn": [1, 2]},
         ),
         "DraftLists.__new__": (functools.partial(core.DraftLists, zeros(2, 8)), {"levels": [1, 1], "width": 4}),
+        "DraftLists.of": (
+            functools.partial(core.DraftLists.of, zeros(2, 4).astype("i4"), zeros(2, 4), zeros(2).astype("i4")),
+            {"levels": [1, 1]},
+        ),
         "DraftLists.begin": (core.DraftLists(zeros(2, 8), [1, 1], 4).begin, {"roots": [1, 2], "width": 4}),
         "DraftLists.trees": (
             core.DraftLists(zeros(2, 8), [1, 1], 4).trees,

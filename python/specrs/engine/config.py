@@ -296,8 +296,10 @@ class BlockEngineConfig(EngineConfig):
         if isinstance(self.tree, TreeShape):
             most = max(self.tree.draft_tokens, self.tree.steps + 1)
         else:
-            depth = max((_LEAST_DEPTH, *(s.depth for s in self.sources)))
-            most = 1 + max(min(depth, _MOST_DEPTH), self.levels)
+            depth = min(max((_LEAST_DEPTH, *(s.depth for s in self.sources))), _MOST_DEPTH)
+            if not self._on_host:
+                depth = AUTO_GPU_TREE.draft_tokens - 1
+            most = 1 + max(depth, self.levels)
         most = max(most, self.rows, 2)
         return TreeShape(1, most - 1, most)
 

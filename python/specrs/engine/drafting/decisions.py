@@ -27,8 +27,8 @@ class Drafting:
         policy: the cost model, over measured passes; of an engine with fixed trees one in which drafts cost nothing.
         gathering: drafts of sources other than the head.
         has_head: True if a head drafts.
-        launched: True if a device launches all passes of a round together. Then trees are decided before a round, by
-            levels; else they are decided step by step, by the scores of the drafts so far.
+        launched: True if a device launches the head's drafts together with their verification. Then trees are decided
+            before a round, by levels; else by the scores of the drafts.
         tail: positions that the head reads before its first draft; ``None`` if its attention reads all of a request.
     """
 

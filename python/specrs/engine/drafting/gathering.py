@@ -171,19 +171,16 @@ class Gathering:
         """Merge the proposals, and choose the nodes to verify; ``None`` if plain decoding yields more tokens a
         second."""
         costs, size = self._policy.costs, len(batch)
-        trees = HostTrees(*self._chosen(batch, said, costs.beside[HOSTED], self._tiers))
+        trees = HostTrees(*self._chosen(batch, said, costs.beside[HOSTED]))
         return trees if trees.rate > size / costs.plain(size) and max(map(len, trees.drafts)) > 1 else None
 
-    def _chosen(
-        self, batch: Batch, said: Sequence[Said], beside: float, tiers: Sequence[int] = ()
-    ) -> tuple[list[MergedDrafts], float, float]:
+    def _chosen(self, batch: Batch, said: Sequence[Said], beside: float) -> tuple[list[MergedDrafts], float, float]:
         """Return the trees to verify, and the tokens and seconds of their round, as `choose_drafts` does.
 
         Args:
             beside: seconds that the round takes beside the target's pass.
-            tiers: the rows that a tree may take, where all trees of the round take as many.
         """
-        cost, each = (self._policy.costs.target.table, beside, list(tiers)), zip(batch, said, strict=True)
+        cost, each = (self._policy.costs.target.table, beside, self._tiers), zip(batch, said, strict=True)
         asked = [(r.tokens[-1], own, max(min(self._depth, r.max_depth), 0), r.draws.grammar) for r, own in each]
         return choose_drafts(asked, self.calibration, self.sources.vocab_size, self._nodes, cost)
 

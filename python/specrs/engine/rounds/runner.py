@@ -59,9 +59,8 @@ class Runner:
         most = config.nodes if drafts is not None or config.sources else 1
         sizes = tiers(most) if executor.launched else None
         gathering = Gathering(Sources(config.sources, vocab_size), most, config.deepest, sizes)
-        self.drafting = Drafting(
-            geometry.shape, config.page_size, drafts is not None, gathering, executor.launched, executor.tail
-        )
+        unseen = executor.launched and not (drafts is not None and drafts.visible)
+        self.drafting = Drafting(geometry.shape, config.page_size, drafts is not None, gathering, unseen, executor.tail)
         self.head = None if drafts is None else Head(drafts, self.drafting, self.observers)
         self.pages = Pages(pool, config, geometry, executor.copy, drafts is not None)
         rows = geometry.max_batch * most
