@@ -118,7 +118,7 @@ def main() -> None:
                 rows.append(row)
                 print(row, flush=True)
                 if args.json:
-                    args.json.write_text(json.dumps(result, indent=1))
+                    args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
