@@ -200,12 +200,12 @@ def test_an_account_is_a_purse_and_a_share_of_the_bank() -> None:
     two.earn(100, 4)
     assert two.request.left == pytest.approx(2.0 + 100 * RATE)
     assert engine.left == pytest.approx(0.75 + 25 * RATE)
-    assert one.can_pay and two.can_pay
+    assert one.left(1) == engine.left and two.left(4) == two.request.left, "the lesser of both"
     one.pay(2.0, 4)
-    assert (one.can_pay, two.can_pay) == (False, True), "its own bucket is empty"
+    assert one.left(4) <= 0.0 < two.left(4), "its own bucket is empty"
     two.pay(8.0, 1)
     engine.left, two.request.left = 0.0, 1.0
-    assert not two.can_pay, "the engine's is"
+    assert two.left(8) == 0.0, "the engine's is"
 
 
 @pytest.mark.parametrize(("tokens", "filled"), [(1, 0.045), (8, 0.36), (66, 2.97), (67, 3.0), (10**6, 3.0)])
@@ -260,7 +260,7 @@ def test_batches_lose_no_more_than_their_budgets(machine: str, batch: int) -> No
 def test_the_first_request_of_an_engine_drafts_from_its_first_round(machine: str) -> None:
     p = policy(*MACHINES[machine])
     r = begin(p, 64, 0.9)
-    assert r.account.can_pay
+    assert r.account.left(1) > 0.0
     assert decode(p, [r], random.Random(1)).took < 0.8 * 64
 
 
