@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -171,13 +172,14 @@ def register() -> None:
 
 
 def found_by_sglang(folder: Path) -> None:
-    """Let the processes of sglang find this file as a plugin, as an installed package would."""
+    """Let this process, and those that sglang starts, find this file as a plugin, as an installed package would be."""
     info = folder / "specrs_sglang-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: specrs-sglang\nVersion: 0\n")
     (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nspecrs = sglang_plugin:register\n")
-    path = [str(folder), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(path)
+    path = [str(folder), str(Path(__file__).parent)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])
+    sys.path[:0] = path
 
 
 def run(model: str, prompts: list[list[int]], tokens: int, backend: str, **drafts) -> tuple[list[dict], float]:

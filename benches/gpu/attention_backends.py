@@ -18,7 +18,7 @@ CUDA graphs that take turns, with the largest difference from ``native``'s resul
 engine keeps, which splits no keys; ``flashinfer, planned`` by a plan for these lengths, and ``plan_us`` is the host's
 time for one such plan.
 
-    python benches/gpu/attention_backends.py [--json FILE] [--tokens 96] [--turns 3] [--requests 4] [--jobs 6]
+    python benches/gpu/attention_backends.py [--json FILE] [--tokens 96] [--turns 3] [--requests 4] [--jobs 8]
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import multiprocessing
 import statistics
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--requests", type=int, default=4)
-    parser.add_argument("--jobs", type=int, default=6)
+    parser.add_argument("--jobs", type=int, default=8)
     args = parser.parse_args()
     texts, rows = assets.heldout_prompts()[: args.requests], list[dict[str, Any]]()
     names, missing = loaded()
@@ -260,10 +260,12 @@ def main() -> None:
     rest = [row for row in asked if row not in timed]
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         beside = partial(some_rows, names=names, texts=texts, tokens=args.tokens, turns=0)
-        for found in pool.map(beside, [rest[i :: args.jobs] for i in range(args.jobs)]):
-            rows += found
-    rows.sort(key=lambda row: asked.index({**{name: row[name] for name in asked[0]}, "tree": tuple(row["tree"])}))
-    write()
+        for done in as_completed([pool.submit(beside, [row]) for row in rest]):
+            rows += done.result()
+            rows.sort(
+                key=lambda row: asked.index({**{name: row[name] for name in asked[0]}, "tree": tuple(row["tree"])})
+            )
+            write()
 
 
 if __name__ == "__main__":

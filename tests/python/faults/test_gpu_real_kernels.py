@@ -228,13 +228,26 @@ def test_26738() -> None:
         pytest.skip(str(error))
     q, keys, values = (t.to(CUDA) for t in (one.q, one.keys, one.values))
     arrays, right = {name: array.to(CUDA) for name, array in one.arrays.items()}, one.reference()
+    ends, last_seen = one.arrays["kv_indptr"], torch.tensor([0, 300, 500], dtype=torch.int32)
 
-    out = torch.empty_like(q)
+    def planned_by(lengths: torch.Tensor, arrays: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The result of a plan of such lengths on the host."""
+        out = torch.full_like(q, torch.nan)
+        kernels.attention_of(Planned("decode", arrays, {"kv_indptr": lengths}), q, keys, values, out, one.scale)
+        return out.float().cpu()
+
+    out = torch.full_like(q, torch.nan)
     kernels.attention(
         q, keys, values, out, arrays, phase="decode", lists=2, most_queries=1, scale=one.scale
     )  # a plan of bounds, which no length is in
     assert not any(wrong(out.float().cpu(), right))
+    assert not any(wrong(planned_by(ends, arrays), right)), "as does a plan of the true lengths"
 
-    last_seen = torch.tensor([0, 300, 500], dtype=torch.int32)
-    kernels.attention_of(Planned("decode", arrays, {"kv_indptr": last_seen}), q, keys, values, out, one.scale)
-    assert wrong(out.float().cpu(), right) == [True, True]
+    # FlashInfer's plan() writes what it plans for over the lengths in the arrays.
+    stale = {**arrays, "kv_indptr": last_seen.to(CUDA)}
+    got = planned_by(last_seen, stale)
+    assert wrong(got, right) == [True, True]
+    one.arrays["kv_indptr"] = last_seen
+    assert not any(wrong(got, one.reference())), "one lacks its newest keys, the other reads those as its own"
+    # With the lengths put back its schedule is still of the old ones: the kernel looks for parts where none are.
+    assert wrong(planned_by(last_seen, arrays), right) == [True, True]
