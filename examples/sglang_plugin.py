@@ -136,6 +136,11 @@ def register() -> None:
         def has_draft_kv(self) -> bool:
             return False
 
+        # sglang 0.5.14 calls these, and its base class for plugins lacks them.
+        carries_draft_hidden_states = SpeculativeAlgorithm.carries_draft_hidden_states
+        create_future_map = SpeculativeAlgorithm.create_future_map
+        need_topk = SpeculativeAlgorithm.need_topk
+
         def handle_server_args(self, server_args) -> None:
             server_args.speculative_ngram_max_trie_depth = WINDOW
             SpeculativeAlgorithm.NGRAM.handle_server_args(server_args)
@@ -156,17 +161,21 @@ def register() -> None:
                 with mock.patch.object(ngram_worker, "eagle_sample", self.sample):
                     return super().forward_batch_generation(batch, on_publish)
 
-            def sampler(self, request) -> Sampler:
+            def sampler(self, request, length: int, root: int) -> Sampler:
+                """A request's sampler, which knows all tokens so far. While rounds overlap, sglang's list lacks the
+                last."""
                 sampler = sampler_of(request, self.vocab)
-                sampler.commit(request.output_ids)  # what its prompt's pass drew
+                sampler.commit([*request.output_ids[: length - len(request.origin_input_ids)], root])
                 return sampler
 
             def sample(self, verify_input, batch, logits_output, vocab_mask=None):
                 if vocab_mask is not None:
                     raise NotImplementedError(f"{NAME}: structured output")
-                self.samplers = {r.rid: self.samplers.get(r.rid) or self.sampler(r) for r in batch.reqs}
-                logits, lens = logits_output.next_token_logits[:, : self.vocab], batch.seq_lens.tolist()
-                return walk(self.trees.batch, logits, list(self.samplers.values()), lens, self.draft_token_num)
+                trees, nodes, lens = self.trees.batch, self.draft_token_num, batch.seq_lens.tolist()
+                rows = zip(batch.reqs, lens, torch.from_dlpack(trees.tokens)[::nodes].tolist())
+                self.samplers = {r.rid: self.samplers.get(r.rid) or self.sampler(r, *at) for r, *at in rows}
+                logits = logits_output.next_token_logits[:, : self.vocab]
+                return walk(trees, logits, list(self.samplers.values()), lens, nodes)
 
         return Worker
 
