@@ -38,7 +38,7 @@ WINDOW = 4096  # tokens that sglang hands over the first time that it asks for a
 
 
 class Trees:
-    """What sglang's worker asks of its corpus: for each request, the tree of drafts of the next round."""
+    """The corpus of sglang's worker: for each request, the tree of drafts of the next round."""
 
     def __init__(self, draft_token_num: int, vocab: int) -> None:
         self.nodes, self.vocab = draft_token_num, vocab

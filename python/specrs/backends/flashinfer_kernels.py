@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from subprocess import CalledProcessError
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ import triton.language as tl
 
 from specrs._specrs import ConfigError
 from specrs.backends.base import Phase
+from specrs.backends.packages import no_flashinfer_kernels
 
 _LISTS = ("draft", "decode")  # phases with a list for each query
 _ALIGNED = 256  # bytes: scratch memory of a plan that needs none
@@ -160,7 +162,8 @@ class FlashInferKernels:
                 read too, and ignored.
 
         Raises:
-            ConfigError: ``packed_custom_mask`` is shorter than that.
+            ConfigError: ``packed_custom_mask`` is shorter than that, or FlashInfer has no kernels for such heads and
+                cannot compile them.
         """
         if not q.shape[0]:
             return
@@ -224,6 +227,9 @@ class FlashInferKernels:
         Args:
             q, out: [Q, heads, head_dim], contiguous. Rows that no array names become 0.
             keys, values: a layer of the pool, [num_slots, key heads, head_dim], of q's type.
+
+        Raises:
+            ConfigError: FlashInfer has no kernels for such heads and cannot compile them.
         """
         indptr = planned.host["kv_indptr"]
         lists = indptr.numel() - 1
@@ -275,7 +281,10 @@ class FlashInferKernels:
         plan = (rows, keys, arrays["kv_indices"][:0], torch.ones(lists, dtype=torch.int32), *heads, 1)
         how |= {"causal": phase == "extend", "q_data_type": q.dtype, "kv_data_type": q.dtype}
         # A wrapper begins with 8 MiB for its schedule, here and on the host. It needs a few KiB.
-        sizes = wrapper.workspace_size(*plan, **how)
+        try:
+            sizes = wrapper.workspace_size(*plan, **how)  # the first call that needs compiled kernels
+        except (RuntimeError, OSError, CalledProcessError) as error:
+            raise no_flashinfer_kernels(str(q.dtype).removeprefix("torch."), q.shape[-1], error) from error
         wrapper.reset_workspace_buffer(
             *(torch.empty(max(n, _ALIGNED), dtype=torch.uint8, device=q.device) for n in sizes)
         )

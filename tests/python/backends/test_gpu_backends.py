@@ -112,6 +112,15 @@ def test_every_head_size_and_type(format: Format, dim: int, dtype: str) -> None:
         seen("heads", backend=format, phase=phase, head_dim=dim, dtype=dtype)
 
 
+@pytest.mark.parametrize("format", [name for name in FORMATS if name == "flashinfer"])
+def test_kernels_that_are_not_compiled_are_named(format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    heads = Heads(1, 2, 192, torch.bfloat16)  # a size that no backend declares, so that nobody has compiled it
+    one = Pass(Requests(5, (4, 3, 17), 16, "dense", context=500), "decode", heads, format=format)
+    with pytest.raises(ConfigError, match=r"no compiled kernels for heads of 192 in bfloat16, .* nvcc, ninja"):
+        one.kernels(CUDA)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("layout", ["dense", "holey"])

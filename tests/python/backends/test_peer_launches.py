@@ -220,6 +220,26 @@ def test_a_plan_of_the_host_leaves_the_arrays(phase: Phase) -> None:
 
 
 @inside
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("Ninja build failed. " + "x" * 5000 + "no nvcc"), FileNotFoundError("ninja")],
+    ids=["ninja", "nothing"],
+)
+def test_kernels_that_cannot_be_compiled_are_named(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer compiles at the first call that sizes a plan."""
+
+    def sizes(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(Wrapper, "workspace_size", sizes)
+    monkeypatch.setattr(flashinfer, "flashinfer_wrapper", lambda: Wrapper)
+    one = Pass(Requests(3, (4, 3, 9), 16, "dense", context=150), "decode", Heads(1, 2, 64), format="flashinfer")
+    with pytest.raises(ConfigError, match=r"no compiled kernels for heads of 64 in float32, .*(nvcc|ninja)$") as told:
+        one.kernels(HOST)
+    assert len(str(told.value)) < 1200 and told.value.__cause__ is error
+
+
+@inside
 def test_no_queries() -> None:
     from specrs.backends.flash_attention_kernels import FlashAttentionKernels
     from specrs.backends.flashinfer_kernels import FlashInferKernels

@@ -2,7 +2,7 @@
 
 Each fault is shown twice. With the guards it is named, nothing beside the arrays is written, and the kernel that reads
 them is right for the requests that are sound. Without guards, as a writer here that checks nothing leaves the arrays,
-the same kernel's result is wrong: that is what the guards prevent.
+the same kernel's result is wrong: the guards prevent that.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class World:
             pytest.skip(str(error))
 
     def read(self, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """What the real kernel makes of a draft step's arrays on the device, in float32 on the CPU."""
+        """The real kernel's result for a draft step's arrays on the device, in float32 on the CPU."""
         out = torch.full_like(self.q, torch.nan)
         common: dict[str, Any] = {"most_queries": BRANCHES, "scale": DIM**-0.5}
         if self.format == "flash_attention":
@@ -162,7 +162,7 @@ def test_27360() -> None:
     memory = torch.full((QUERIES + 2,), CANARY, dtype=torch.int32, device=CUDA)
     for row in reversed(range(QUERIES)):  # the rows of a scatter have no order
         memory[row : row + 2] = all_steps[row]
-    assert int(memory[QUERIES]) != CANARY, "what lies behind the table is overwritten"
+    assert int(memory[QUERIES]) != CANARY, "the memory behind the table is overwritten"
     found = wrong(world.read({**arrays, "expand_page_table": memory[:QUERIES].view(QUERIES, 1)}), right)
     assert found[1], "a branch reads a page of another"
 
@@ -194,7 +194,7 @@ def test_26972() -> None:
 
 @pytest.mark.parametrize("format", list(MODULES))
 def test_23037(format: Format) -> None:
-    """Seats of a request that has ended keep what the last replay left."""
+    """Seats of a request that has ended keep the last replay's arrays."""
     c = two_of_three(format)
     world = World(c, format)
     stale = {name: view.clone() for name, view in c.arrays.views.items()}  # of three requests
@@ -243,7 +243,7 @@ def test_26738() -> None:
     assert not any(wrong(out.float().cpu(), right))
     assert not any(wrong(planned_by(ends, arrays), right)), "as does a plan of the true lengths"
 
-    # FlashInfer's plan() writes what it plans for over the lengths in the arrays.
+    # FlashInfer's plan() writes the lengths that it plans for over those in the arrays.
     stale = {**arrays, "kv_indptr": last_seen.to(CUDA)}
     got = planned_by(last_seen, stale)
     assert wrong(got, right) == [True, True]
