@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -47,6 +48,7 @@ def engine(part: str, tokens: int, requests: int) -> None:
     }  # fmt: skip
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["SGLANG_TRACE"] = str(Path(folder) / "trace")  # the bundle's scheduler writes a line a step
         if part == "plugin":
             sglang_plugin.found_by_sglang(Path(folder))
             drafts |= {"speculative_algorithm": sglang_plugin.NAME, "speculative_num_draft_tokens": NODES}

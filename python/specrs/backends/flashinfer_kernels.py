@@ -1,7 +1,7 @@
 """FlashInfer's wrapper for paged attention over the arrays of the planner's format ``"flashinfer"``.
 
     kernels = FlashInferKernels(flashinfer_wrapper())
-    kernels.attention(q, keys, values, out, arrays, phase="verify", lists=B, most_queries=V, scale=scale)
+    kernels.attention(operands, phase="verify", lists=B, most_queries=V, most_keys=L)
 
 FlashInfer's ``plan()`` schedules a pass on the host, and its kernels then read the arrays on the device. There are two
 ways to plan:
@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from specrs._specrs import ConfigError
-from specrs.backends.base import Phase
+from specrs.backends.base import Operands, Phase
 from specrs.backends.packages import no_flashinfer_kernels
 
 _LISTS = ("draft", "decode")  # phases with a list for each query
@@ -135,28 +135,20 @@ class FlashInferKernels:
 
     def attention(
         self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        out: torch.Tensor,
-        arrays: Mapping[str, torch.Tensor],
+        operands: Operands,
         *,
         phase: Phase,
         lists: int,
         most_queries: int,
-        scale: float,
         most_keys: int | None = None,
     ) -> None:
-        """Launch attention by a kept plan: out = attention of q, over keys and values that have been written.
+        """Launch attention by a kept plan.
 
         Args:
-            q, out: [Q, heads, head_dim], contiguous. Rows that no array names become 0.
-            keys, values: a layer of the pool, [num_slots, key heads, head_dim], of q's type.
-            arrays: those of the format for the phase, in memory that stays; they may be longer than the pass needs.
+            operands: arrays in memory that stays; they may be longer than the pass needs.
             phase: purpose of the pass.
             lists: lists of the pass: Q in ``"draft"`` and ``"decode"``, else the number of requests.
             most_queries: the most queries of a request.
-            scale: factor on the scores.
             most_keys: the most keys of a request. A pass with a mask needs it, and ``packed_custom_mask`` of
                 ``lists * ceil(most_queries * most_keys / 8)`` bytes: bits of rows that a request does not have are
                 read too, and ignored.
@@ -165,6 +157,7 @@ class FlashInferKernels:
             ConfigError: ``packed_custom_mask`` is shorter than that, or FlashInfer has no kernels for such heads and
                 cannot compile them.
         """
+        q, keys, values, out, arrays, scale = operands
         if not q.shape[0]:
             return
         most = 1 if phase in _LISTS else most_queries
@@ -213,24 +206,16 @@ class FlashInferKernels:
         queries, results = memory[:, :size].view(2, lists * most, *q.shape[1:])
         return _Kept(wrapper, (queries, results))
 
-    def attention_of(
-        self,
-        planned: Planned,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        out: torch.Tensor,
-        scale: float,
-    ) -> None:
-        """Launch attention of a pass whose lengths the host has, by a plan of its own: out = attention of q.
+    def attention_of(self, planned: Planned, operands: Operands) -> None:
+        """Launch attention of a pass whose lengths the host has, by a plan of its own.
 
         Args:
-            q, out: [Q, heads, head_dim], contiguous. Rows that no array names become 0.
-            keys, values: a layer of the pool, [num_slots, key heads, head_dim], of q's type.
+            operands: arrays as long as the pass needs, the same in all layers.
 
         Raises:
             ConfigError: FlashInfer has no kernels for such heads and cannot compile them.
         """
+        q, keys, values, out, on_device, scale = operands
         indptr = planned.host["kv_indptr"]
         lists = indptr.numel() - 1
         rows = planned.host.get("qo_indptr", torch.arange(lists + 1, dtype=torch.int32))
@@ -244,7 +229,7 @@ class FlashInferKernels:
         if wrapper is None:
             if self._copied is not None:
                 self._copied.synchronize()  # the wrapper before may give its memory of the host to this one
-            arrays = {"qo_indptr": rows.to(q.device), **planned.arrays}
+            arrays = {"qo_indptr": rows.to(q.device), **on_device}
             wrapper = self._planned(q, heads, arrays, rows, indptr, planned.phase, scale, lists)
             planned.wrappers[key] = wrapper
             if q.is_cuda:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,17 @@ def native(one: Pass) -> torch.Tensor:
     return out.float().cpu()
 
 
+@contextmanager
+def compiled() -> Iterator[None]:
+    """Skip where FlashInfer has no kernels for the heads at hand and cannot compile them."""
+    try:
+        yield
+    except ConfigError as error:
+        if "no compiled kernels" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
 def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
     """Equal within the roundings of the weights, the values' sums and the result."""
     torch.testing.assert_close(got, want, rtol=4 * ULP[dtype], atol=4 * ULP[dtype])
@@ -105,7 +118,8 @@ def test_every_head_size_and_type(format: Format, dim: int, dtype: str) -> None:
     heads = Heads(1, 7 if dim == 96 else 2, dim, DTYPES[dtype])
     for phase in PHASES:
         one = Pass(Requests(5, (4, 3, 17), 16, "dense", context=500), phase, heads, format=format)
-        got = one.kernels(CUDA)
+        with compiled():
+            got = one.kernels(CUDA)
         close(got, one.reference(), heads.dtype)
         want = native(one)
         close(got[: len(want)], want, heads.dtype)
@@ -265,7 +279,7 @@ def seen_engine(format: Format, tree: Any, page: int, options: dict[str, Any], t
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_model_of_float16(tmp_path: Path, format: Format) -> None:
     pair = pair_of(tmp_path, torch.float16)
-    with engine(pair, format, tree=(4, 3, 12), page_size=16) as llm:
+    with compiled(), engine(pair, format, tree=(4, 3, 12), page_size=16) as llm:
         assert llm.config.kv_dtype == "float16"
         ties = compare(plainly(pair), [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)])
         attention = llm.config.draft_attention

@@ -25,7 +25,7 @@ from named_faults_world import BRANCHES, BUCKET, CUDA, POISON, Captured, fault, 
 from pass_world import Heads, Pass, Requests
 from specrs import _specrs as core
 from specrs.backends import BACKENDS, Step, flash_attention, flashinfer, triton
-from specrs.backends.base import Format
+from specrs.backends.base import Format, Operands
 from specrs.backends.flashinfer_kernels import Planned
 
 pytestmark = pytest.mark.usefixtures("no_fault_is_left")
@@ -51,7 +51,7 @@ class World:
     def read(self, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The real kernel's result for a draft step's arrays on the device, in float32 on the CPU."""
         out = torch.full_like(self.q, torch.nan)
-        common: dict[str, Any] = {"most_queries": BRANCHES, "scale": DIM**-0.5}
+        common: dict[str, Any] = {"most_queries": BRANCHES}
         if self.format == "flash_attention":
             common |= {"page_size": self.page, "expand_page_size": self.expand}
         elif self.format == "flashinfer":
@@ -59,8 +59,7 @@ class World:
         else:
             space = torch.empty(self.kernels.workspace(CUDA, DIM), dtype=torch.uint8, device=CUDA)
             common |= {"phase": "draft", "sequences": QUERIES, "space": space}
-        attention = self.kernels.attention
-        attention(self.q, self.keys, self.values, out, arrays, **common)
+        self.kernels.attention(Operands(self.q, self.keys, self.values, out, arrays, DIM**-0.5), **common)
         torch.cuda.synchronize()
         return out.float().cpu()
 
@@ -233,13 +232,13 @@ def test_26738() -> None:
     def planned_by(lengths: torch.Tensor, arrays: dict[str, torch.Tensor]) -> torch.Tensor:
         """The result of a plan of such lengths on the host."""
         out = torch.full_like(q, torch.nan)
-        kernels.attention_of(Planned("decode", arrays, {"kv_indptr": lengths}), q, keys, values, out, one.scale)
+        operands = Operands(q, keys, values, out, arrays, one.scale)
+        kernels.attention_of(Planned("decode", arrays, {"kv_indptr": lengths}), operands)
         return out.float().cpu()
 
     out = torch.full_like(q, torch.nan)
-    kernels.attention(
-        q, keys, values, out, arrays, phase="decode", lists=2, most_queries=1, scale=one.scale
-    )  # a plan of bounds, which no length is in
+    operands = Operands(q, keys, values, out, arrays, one.scale)
+    kernels.attention(operands, phase="decode", lists=2, most_queries=1)  # a plan of bounds, which no length is in
     assert not any(wrong(out.float().cpu(), right))
     assert not any(wrong(planned_by(ends, arrays), right)), "as does a plan of the true lengths"
 
