@@ -6,8 +6,8 @@ the metadata that sglang makes out of its own tables of requests, and the layer 
 the plan gives. With the same greedy tokens as a model without cache, which `main` checks.
 
 sglang's backend is made as sglang makes it, out of the few sizes of a model runner that it reads. Seen to run with
-sglang 0.5.14 on the CPU, by Triton's interpreter (TRITON_INTERPRET=1); `--device cuda` takes its kernels on a GPU. It
-wants sglang and what that imports, on the CPU without sglang-kernel.
+sglang 0.5.14 on an H200 with `--device cuda`, and on the CPU by Triton's interpreter (TRITON_INTERPRET=1). It needs
+sglang and its dependencies, on the CPU without sglang-kernel.
 
     TRITON_INTERPRET=1 python examples/sglang_layer.py
     python examples/sglang_layer.py --device cuda
@@ -33,7 +33,7 @@ MODES = {"extend": ForwardMode.EXTEND, "verify": ForwardMode.TARGET_VERIFY}  # a
 
 
 class Slots:
-    """What sglang's layers ask of a pool of keys and values, over an engine's one tensor."""
+    """The methods of a pool of keys and values that sglang's layers call, over an engine's one tensor."""
 
     def __init__(self, cache: torch.Tensor) -> None:
         self.cache = cache

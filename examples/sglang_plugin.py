@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -37,7 +38,7 @@ WINDOW = 4096  # tokens that sglang hands over the first time that it asks for a
 
 
 class Trees:
-    """What sglang's worker asks of its corpus: for each request, the tree of drafts of the next round."""
+    """The corpus of sglang's worker: for each request, the tree of drafts of the next round."""
 
     def __init__(self, draft_token_num: int, vocab: int) -> None:
         self.nodes, self.vocab = draft_token_num, vocab
@@ -135,6 +136,11 @@ def register() -> None:
         def has_draft_kv(self) -> bool:
             return False
 
+        # sglang 0.5.14 calls these, and its base class for plugins lacks them.
+        carries_draft_hidden_states = SpeculativeAlgorithm.carries_draft_hidden_states
+        create_future_map = SpeculativeAlgorithm.create_future_map
+        need_topk = SpeculativeAlgorithm.need_topk
+
         def handle_server_args(self, server_args) -> None:
             server_args.speculative_ngram_max_trie_depth = WINDOW
             SpeculativeAlgorithm.NGRAM.handle_server_args(server_args)
@@ -155,29 +161,34 @@ def register() -> None:
                 with mock.patch.object(ngram_worker, "eagle_sample", self.sample):
                     return super().forward_batch_generation(batch, on_publish)
 
-            def sampler(self, request) -> Sampler:
+            def sampler(self, request, length: int, root: int) -> Sampler:
+                """A request's sampler, which knows all tokens so far. While rounds overlap, sglang's list lacks the
+                last."""
                 sampler = sampler_of(request, self.vocab)
-                sampler.commit(request.output_ids)  # what its prompt's pass drew
+                sampler.commit([*request.output_ids[: length - len(request.origin_input_ids)], root])
                 return sampler
 
             def sample(self, verify_input, batch, logits_output, vocab_mask=None):
                 if vocab_mask is not None:
                     raise NotImplementedError(f"{NAME}: structured output")
-                self.samplers = {r.rid: self.samplers.get(r.rid) or self.sampler(r) for r in batch.reqs}
-                logits, lens = logits_output.next_token_logits[:, : self.vocab], batch.seq_lens.tolist()
-                return walk(self.trees.batch, logits, list(self.samplers.values()), lens, self.draft_token_num)
+                trees, nodes, lens = self.trees.batch, self.draft_token_num, batch.seq_lens.tolist()
+                rows = zip(batch.reqs, lens, torch.from_dlpack(trees.tokens)[::nodes].tolist())
+                self.samplers = {r.rid: self.samplers.get(r.rid) or self.sampler(r, *at) for r, *at in rows}
+                logits = logits_output.next_token_logits[:, : self.vocab]
+                return walk(trees, logits, list(self.samplers.values()), lens, nodes)
 
         return Worker
 
 
 def found_by_sglang(folder: Path) -> None:
-    """Let the processes of sglang find this file as a plugin, as an installed package would."""
+    """Let this process, and those that sglang starts, find this file as a plugin, as an installed package would be."""
     info = folder / "specrs_sglang-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: specrs-sglang\nVersion: 0\n")
     (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nspecrs = sglang_plugin:register\n")
-    path = [str(folder), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(path)
+    path = [str(folder), str(Path(__file__).parent)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])
+    sys.path[:0] = path
 
 
 def run(model: str, prompts: list[list[int]], tokens: int, backend: str, **drafts) -> tuple[list[dict], float]:

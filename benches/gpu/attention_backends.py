@@ -12,13 +12,15 @@ Rows of pages of 16, dense, in graphs of a round have seconds: those of all requ
 backends take in one process, after one turn that is not counted. The other rows run beside each other, since what they
 find does not depend on time.
 
-``kernels`` are attention alone at the heads of an 8B Llama (32 over 8, of 128), bf16: each phase behind 8192 positions
-of each request, pages of 16 that lie anywhere, a tree of 64 nodes and 8 branches, 40 new positions in ``extend``; from
-CUDA graphs that take turns, with the largest difference from ``native``'s results. FlashInfer's is by the plan that an
-engine keeps, which splits no keys; ``flashinfer, planned`` by a plan for these lengths, and ``plan_us`` is the host's
-time for one such plan.
+``kernels`` are attention alone at the heads of an 8B Llama (32 over 8, of 128), bf16: each phase behind 1024, 8192 or
+32768 positions of each request, pages of 16 that lie anywhere, a tree of 64 nodes and 8 branches, 40 new positions in
+``extend``; from CUDA graphs that take turns, with the largest difference from ``native``'s results. FlashInfer's is by
+the plan that an engine keeps, which splits no keys; ``flashinfer, planned`` by a plan for these lengths, and
+``plan_us`` is the host's time for one such plan. ``metadata`` are the microseconds in which the device makes all arrays
+of a round in each format (tree 8, 6, 64 behind 8192 positions, pages of 1): plans of the draft steps, the tree, plans
+of verification and of the head's pass; from CUDA graphs that take turns.
 
-    python benches/gpu/attention_backends.py [--json FILE] [--tokens 96] [--turns 3] [--requests 4] [--jobs 6]
+    python benches/gpu/attention_backends.py [--json FILE] [--tokens 96] [--turns 3] [--requests 4] [--jobs 8]
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import multiprocessing
 import statistics
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,12 +39,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "python"))
 import torch
+from parts import DRAFT_VOCAB, Round, steered, verification
 from timing import times
 
 from common import commit, versions
 from driver_calls import driver_calls
 from pass_world import PHASES, Heads, Pass, Requests
-from specrs import LLM, ConfigError, SamplingParams, assets
+from specrs import LLM, ConfigError, SamplingParams, assets, device
 from specrs.backends import MATRIX, Combination, FlashInferCuda, resolve
 from specrs.backends.base import Format, Layout
 from specrs.backends.packages import PACKAGES
@@ -51,6 +54,7 @@ from specrs.models.cuda_attention import device_attention
 
 TREES = {1: (1, 4, 5), 4: (4, 4, 16), 8: (8, 4, 32)}
 PAGES = (1, 16, 64)
+ALONE = ((1, 1024), (16, 1024), (1, 8192), (16, 8192), (1, 32768))  # requests and positions
 LEVELS = (4, 16)  # K and P of the engines that run at every graph level
 OPTIONS: dict[str, Any] = {"device": "cuda", "max_context_len": 512, "prefix_cache": False}
 
@@ -124,13 +128,13 @@ def plan_us(one: Pass) -> float:
     return round((statistics.median(took[True]) - statistics.median(took[False])) * 1e6, 1)
 
 
-def kernels(batch: int, formats: list[Format]) -> list[dict[str, Any]]:
+def kernels(batch: int, length: int, formats: list[Format]) -> list[dict[str, Any]]:
     """Microseconds of each phase's attention."""
-    requests, cuda = Requests(1, (8, 6, 64), 16, "dense", 8192 + 256, [8192] * batch), torch.device("cuda", 0)
+    requests, cuda = Requests(1, (8, 6, 64), 16, "dense", length + 256, [length] * batch), torch.device("cuda", 0)
     requests.counts = [40] * batch
     found = []
     for phase in PHASES:
-        launches, outputs, row = {}, {}, {"phase": phase, "requests": batch}
+        launches, outputs, row = {}, {}, {"phase": phase, "requests": batch, "context": length}
         for format in formats:
             one = Pass(requests, phase, Heads(8, 4, 128, torch.bfloat16), padded=False, format=format)
             launches[format], outputs[format] = one.launch(cuda)
@@ -146,6 +150,18 @@ def kernels(batch: int, formats: list[Format]) -> list[dict[str, Any]]:
         found.append(row)
         print(json.dumps(row), flush=True)
     return found
+
+
+def metadata(batch: int, formats: list[Format]) -> dict[str, Any]:
+    """Microseconds of all arrays of a round in each format."""
+    rounds = {format: Round(batch, 1, format) for format in ("native", *formats)}
+    for one in rounds.values():
+        one.draft(DRAFT_VOCAB)
+        verification(one, steered(one.trees, batch))["greedy_walk"]()
+    row = {"requests": batch, "us": times({name: one.metadata for name, one in rounds.items()})}
+    device.check()
+    print(json.dumps(row), flush=True)
+    return row
 
 
 def measure(
@@ -235,7 +251,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--requests", type=int, default=4)
-    parser.add_argument("--jobs", type=int, default=6)
+    parser.add_argument("--jobs", type=int, default=8)
     args = parser.parse_args()
     texts, rows = assets.heldout_prompts()[: args.requests], list[dict[str, Any]]()
     names, missing = loaded()
@@ -250,7 +266,8 @@ def main() -> None:
             args.json.write_text(json.dumps(result, indent=1) + "\n")
 
     formats: list[Any] = [name for name in names if name != "native"]
-    result["kernels"] = [row for batch in (1, 8) for row in kernels(batch, formats)]
+    result["metadata"] = [metadata(batch, formats) for batch in (1, 16, 64)]
+    result["kernels"] = [row for batch, length in ALONE for row in kernels(batch, length, formats)]
     asked = asked_for()
     timed = [
         row for row in asked if row["page_size"] == 16 and row["draft_layout"] == "dense" and row["graphs"] == "round"
@@ -260,10 +277,12 @@ def main() -> None:
     rest = [row for row in asked if row not in timed]
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         beside = partial(some_rows, names=names, texts=texts, tokens=args.tokens, turns=0)
-        for found in pool.map(beside, [rest[i :: args.jobs] for i in range(args.jobs)]):
-            rows += found
-    rows.sort(key=lambda row: asked.index({**{name: row[name] for name in asked[0]}, "tree": tuple(row["tree"])}))
-    write()
+        for done in as_completed([pool.submit(beside, [row]) for row in rest]):
+            rows += done.result()
+            rows.sort(
+                key=lambda row: asked.index({**{name: row[name] for name in asked[0]}, "tree": tuple(row["tree"])})
+            )
+            write()
 
 
 if __name__ == "__main__":

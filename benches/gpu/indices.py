@@ -5,7 +5,8 @@ prefix, then of its own tokens so far (its lane, as the peers' draft path lists 
 them from lengths and a page table in device memory. A time is of all S steps in a CUDA graph, median of replays that
 take turns with the ``native`` format's (the plan alone, which both need: it has no such list) and with torch's fill of
 as many bytes, which is what writing them takes. Every array of every step is first compared with the host planner's.
-"Bytes" are those of the arrays' used parts. sglang's kernel is not in the run; its times are in ``benches/README.md``.
+"Bytes" are those of the arrays' used parts. Where sglang is installed (`peer_sglang/bundle.py`), its Triton kernel for
+the same lists takes turns too, over a table of the same slots; its lists are compared with the host planner's first.
 
     python benches/gpu/indices.py [--json FILE]
 """
@@ -13,6 +14,8 @@ as many bytes, which is what writing them takes. Every array of every step is fi
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import importlib.util
 import json
 import random
 import sys
@@ -125,7 +128,35 @@ class Steps:
         return total
 
 
-def measure(batch: int, repeats: int) -> dict[str, Any]:
+class Sglang:
+    """sglang's kernel for the lists of all draft steps, by which its backends of FlashInfer and Triton read."""
+
+    def __init__(self, world: World) -> None:
+        from sglang.srt.speculative.triton_ops.cache_locs import generate_draft_decode_kv_indices
+
+        self.world, self.kernel, queries = world, generate_draft_decode_kv_indices, world.batch * SHAPE.topk
+        self.lists = torch.full((SHAPE.steps, queries * CONTEXT), POISON, dtype=torch.int32, device=CUDA)
+        self.ends = torch.zeros(SHAPE.steps, queries + 1, dtype=torch.int32, device=CUDA)
+        self.positions = world.device_lens.repeat_interleave(SHAPE.topk)
+
+    def launch(self) -> None:
+        w, k = self.world, SHAPE.topk
+        sizes = (self.world.table.stride(0), self.lists.shape[1], self.ends.shape[1])
+        powers = (1 << (n - 1).bit_length() for n in (w.batch, SHAPE.steps, w.batch * k))
+        self.kernel[SHAPE.steps, w.batch, k](
+            w.rows, w.table, w.device_lens, self.lists, self.ends, self.positions, *sizes, *powers, PAGE
+        )
+
+    def check(self, ours: Steps) -> None:
+        """Compare the lists of every step with the host planner's."""
+        for step in range(SHAPE.steps):
+            arrays = {name: from_dlpack(array) for name, array in ours.host(step).arrays().items()}
+            for name, got in (("kv_indptr", self.ends[step]), ("kv_indices", self.lists[step])):
+                if not torch.equal(got[: arrays[name].numel()].cpu(), arrays[name]):
+                    raise SystemExit(f"sglang, batch {self.world.batch}, draft step {step}, {name}: not the host's")
+
+
+def measure(batch: int, repeats: int, sglang: bool) -> dict[str, Any]:
     """Times and bytes of a batch."""
     world = World(batch)
     made: dict[Format, Steps] = {"flashinfer": Steps(world, "flashinfer"), "native": Steps(world, "native")}
@@ -137,11 +168,13 @@ def measure(batch: int, repeats: int) -> dict[str, Any]:
         bytes_[name] = steps.check()
     lists = bytes_["flashinfer"] - bytes_["native"]
     filled = torch.empty(lists // 4, dtype=torch.int32, device=CUDA)
-    us = times(
-        {"flashinfer": made["flashinfer"].launch, "native": made["native"].launch, "fill": lambda: filled.fill_(7)},
-        launches=4,
-        repeats=repeats,
-    )
+    launches = {name: steps.launch for name, steps in made.items()} | {"fill": lambda: filled.fill_(7)}
+    if sglang:
+        peer = Sglang(world)
+        peer.launch()
+        peer.check(made["flashinfer"])
+        launches["sglang"] = peer.launch
+    us = times(launches, launches=4, repeats=repeats)
     torch.cuda.synchronize()
     device.check()
     for steps in made.values():
@@ -167,15 +200,17 @@ def main() -> None:
     args = parser.parse_args()
     random.seed(1)
     device.init()
+    sglang = importlib.util.find_spec("sglang") is not None
+    found = versions() | ({"sglang": importlib.metadata.version("sglang")} if sglang else {})
     rows: list[dict[str, Any]] = []
     result = {
         "commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()), "device": torch.cuda.get_device_name(),
-        "driver": driver(), "versions": versions(), "tree": [SHAPE.topk, SHAPE.steps, SHAPE.draft_tokens],
+        "driver": driver(), "versions": found, "tree": [SHAPE.topk, SHAPE.steps, SHAPE.draft_tokens],
         "length": LENGTH, "page_size": PAGE, "draft_steps": SHAPE.steps, "checked": "equal to the host planner's",
         "rows": rows,
     }  # fmt: skip
     for batch in (1, 16, 64):
-        rows.append(measure(batch, args.repeats))
+        rows.append(measure(batch, args.repeats, sglang))
         print(json.dumps(rows[-1]), flush=True)
         torch.cuda.empty_cache()
         if args.json:

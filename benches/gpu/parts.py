@@ -29,6 +29,7 @@ from common import commit, versions
 from specrs import _specrs as core
 from specrs import device
 from specrs._specrs import Geometry, TreeShape
+from specrs.backends.base import Format
 from specrs.measuring.machine import driver
 from specrs.operands import AcceptArrays, BeamArrays, BuiltTrees, MoveArrays, PlanArrays, SamplerArrays
 
@@ -44,11 +45,11 @@ def i32(*shape: int, fill: int = 0) -> torch.Tensor:
 
 
 class Round:
-    """Arrays of a round of ``batch`` requests, all live, of `LENGTH` tokens each."""
+    """Arrays of a round of ``batch`` requests, all live, of `LENGTH` tokens each, planned in a backend's format."""
 
-    def __init__(self, batch: int, page: int) -> None:
+    def __init__(self, batch: int, page: int, format: Format = "native") -> None:
         k, s, v, c = SHAPE.topk, SHAPE.steps, SHAPE.draft_tokens, SHAPE.candidates
-        self.batch, self.page, self.path = batch, page, s + 1
+        self.batch, self.page, self.path, self.format = batch, page, s + 1, format
         self.geometry = Geometry(batch, CONTEXT, page, SHAPE)
         pages = self.geometry.row_pages
         self.num_pages = 1 + batch * pages
@@ -81,6 +82,16 @@ class Round:
             )
             for name, n, words in (("draft", batch * k, 1), ("verify", batch * v, 1), ("extend", batch * self.path, 0))
         }  # fmt: skip
+        self.masks = "packed" if format == "flashinfer" else "both"
+        planner = core.Planner(self.geometry, core.Pool(self.num_pages, page, batch, pages), format, self.masks)
+        bound, passes = core.DeviceLens(batch, CONTEXT), [("draft", step) for step in range(s)]
+        self.arrays = {
+            (name, step): {
+                array: torch.zeros(size["shape"], dtype=getattr(torch, size["dtype"]), device=CUDA)
+                for array, size in planner.sizes(name, bound, step).items()
+            }
+            for name, step in (*passes, ("verify", None), ("extend", None))
+        }
         scratch = core._device_draft_scratch(SHAPE, batch, VOCAB, CUDA.index or 0)
         self.selecting = torch.zeros(scratch, dtype=torch.int64, device=CUDA)
 
@@ -100,7 +111,7 @@ class Round:
         core._device_plan(
             geometry=self.geometry, phase=name, draft_step=number, table=self.table, num_pages=self.num_pages,
             rows=self.rows, versions=self.versions, lens=self.lens, live=self.live, **step, plan=self.plans[name],
-            format="native", masks="both", arrays={}, stream=stream(),
+            format=self.format, masks=self.masks, arrays=self.arrays[name, number], stream=stream(),
         )  # fmt: skip
 
     def commit(self) -> None:

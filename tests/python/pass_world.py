@@ -16,7 +16,7 @@ import torch
 
 from specrs import _specrs as core
 from specrs.backends import BACKENDS, FlashAttentionCuda, FlashInferCuda, Step, gather
-from specrs.backends.base import Format, Phase
+from specrs.backends.base import Format, Operands, Phase
 
 PHASES: list[Phase] = ["extend", "decode", "draft", "verify"]
 Layout = Literal["dense", "holey"]
@@ -177,14 +177,15 @@ class Pass:
         q, keys, values = self.q.to(device), self.keys.to(device), self.values.to(device)
         out = torch.full_like(q, math.nan)
         arrays: dict[str, Any] = {name: there(array) for name, array in self.arrays.items()}
+        operands = Operands(q, keys, values, out, arrays, self.scale)
         most = self.requests.most_queries(self.phase)
         if self.format == "triton":
             from specrs.backends import triton_kernels
 
             space = torch.full((triton_kernels.workspace(device, self.heads.dim),), 0xFF, dtype=torch.uint8)
             launch = partial(
-                triton_kernels.attention, q, keys, values, out, arrays, phase=self.phase, sequences=self.sequences,
-                most_queries=most, scale=self.scale, space=space.to(device),
+                triton_kernels.attention, operands, phase=self.phase, sequences=self.sequences, most_queries=most,
+                space=space.to(device),
             )  # fmt: skip
         elif self.format == "flashinfer":
             from specrs.backends import flashinfer
@@ -194,18 +195,17 @@ class Pass:
                 need = self.sequences * -(-most * self.most_keys // 8)  # of all rows that a request may have
                 arrays["packed_custom_mask"] = there(bits, max(spare, need - len(bits)))
             launch = partial(
-                (kept or flashinfer.kernels()).attention, q, keys, values, out, arrays, phase=self.phase,
-                lists=self.sequences, most_queries=most, scale=self.scale, most_keys=self.most_keys,
+                (kept or flashinfer.kernels()).attention, operands, phase=self.phase, lists=self.sequences,
+                most_queries=most, most_keys=self.most_keys,
             )  # fmt: skip
         else:
             from specrs.backends import flash_attention
 
             # The operator takes an array for as many requests as it has.
-            arrays = {name: array[: len(self.arrays[name])] for name, array in arrays.items()}
+            arrays |= {name: array[: len(self.arrays[name])] for name, array in arrays.items()}
             launch = partial(
-                flash_attention.kernels().attention, q, keys, values, out, arrays,
-                page_size=self.requests.pool.page_size, expand_page_size=self.expand_page_size, most_queries=most,
-                scale=self.scale,
+                flash_attention.kernels().attention, operands, page_size=self.requests.pool.page_size,
+                expand_page_size=self.expand_page_size, most_queries=most,
             )  # fmt: skip
         return launch, out
 

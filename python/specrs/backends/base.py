@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
 from specrs._specrs import ConfigError
 
@@ -59,6 +59,25 @@ class Step:
     expand_page_size: int | None = None
     queries: int
     arrays: Mapping[str, torch.Tensor]
+
+
+class Operands(NamedTuple):
+    """A layer's attention by kernels on a GPU: out = attention of q, over keys and values that have been written.
+
+    Attributes:
+        q, out: [Q, heads, head_dim], contiguous. Consecutive groups of heads share a key head. Rows of ``out`` that no
+            array names become 0.
+        keys, values: a layer of the pool, [num_slots, key heads, head_dim], of q's type. Heads are contiguous.
+        arrays: those of the format for the phase, as the planner writes them.
+        scale: factor on the scores.
+    """
+
+    q: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    out: torch.Tensor
+    arrays: Mapping[str, torch.Tensor]
+    scale: float
 
 
 class MissingPackageError(ConfigError):

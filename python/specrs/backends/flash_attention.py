@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from specrs._specrs import ConfigError
-from specrs.backends.base import AttentionBackend, Step, check_operands
+from specrs.backends.base import AttentionBackend, Operands, Step, check_operands
 from specrs.backends.packages import flash_attention_op, triton
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ class FlashAttentionCuda(AttentionBackend):
         most = 1 if step.phase == "decode" else step.queries  # a bound is enough
         with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
             self._kernels.attention(
-                q, keys, values, out, step.arrays, page_size=step.page_size, expand_page_size=step.expand_page_size,
-                most_queries=most, scale=scale,
+                Operands(q, keys, values, out, step.arrays, scale), page_size=step.page_size,
+                expand_page_size=step.expand_page_size, most_queries=most,
             )  # fmt: skip
         return out
 

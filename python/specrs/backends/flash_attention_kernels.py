@@ -1,7 +1,7 @@
 """FlashAttention-3's paged operator over the arrays of the planner's format ``"flash_attention"``, in one pass or two.
 
     kernels = FlashAttentionKernels(flash_attention_op())
-    kernels.attention(q, keys, values, out, arrays, page_size=16, expand_page_size=1, most_queries=V, scale=scale)
+    kernels.attention(operands, page_size=16, expand_page_size=1, most_queries=V)
 
 The operator comes from vLLM's wheel (`specrs.backends.packages`). It reads lengths on the device; the widths of its
 tables are the bounds by which it sizes grids, so that nothing waits for the device or reads a length on the host. Where
@@ -16,7 +16,7 @@ Importing this module imports triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specrs.backends.base import Operands
 from specrs.backends.splits import SPLITS, num_splits
 from specrs.device import allocations
 
@@ -89,28 +90,21 @@ class FlashAttentionKernels:
 
     def attention(
         self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        out: torch.Tensor,
-        arrays: Mapping[str, torch.Tensor],
+        operands: Operands,
         *,
         page_size: int,
         expand_page_size: int | None,
         most_queries: int,
-        scale: float,
     ) -> None:
-        """Launch attention over keys and values that have been written: out = attention of q.
+        """Launch attention.
 
         Args:
-            q, out: [Q, heads, head_dim], contiguous. Rows that no array names become 0.
-            keys, values: a layer of the pool, [num_slots, key heads, head_dim], of q's type.
-            arrays: those of the format for the phase. ``cache_seqlens`` has an element for each request of the pass,
-                arrays of the expand pass one for each row of q.
+            operands: ``cache_seqlens`` has an element for each request of the pass, arrays of the expand pass one for
+                each row of q.
             page_size, expand_page_size: tokens a page of the tables, as `Step` has them.
             most_queries: the most queries of a request.
-            scale: factor on the scores.
         """
+        q, keys, values, out, arrays, scale = operands
         if not q.shape[0]:
             return
         with self._own_memory(q.device):

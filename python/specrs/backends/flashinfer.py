@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from specrs._specrs import ConfigError
-from specrs.backends.base import AttentionBackend, Phase, Step, check_operands
+from specrs.backends.base import AttentionBackend, Operands, Phase, Step, check_operands
 from specrs.backends.packages import flashinfer_wrapper, triton
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class FlashInferCuda(AttentionBackend):
         q = q.contiguous()
         out = torch.empty_like(q)
         with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
-            self._kernels.attention_of(prepared, q, keys, values, out, scale)
+            self._kernels.attention_of(prepared, Operands(q, keys, values, out, prepared.arrays, scale))
         return out
 
 

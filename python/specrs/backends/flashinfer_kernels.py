@@ -1,7 +1,7 @@
 """FlashInfer's wrapper for paged attention over the arrays of the planner's format ``"flashinfer"``.
 
     kernels = FlashInferKernels(flashinfer_wrapper())
-    kernels.attention(q, keys, values, out, arrays, phase="verify", lists=B, most_queries=V, scale=scale)
+    kernels.attention(operands, phase="verify", lists=B, most_queries=V, most_keys=L)
 
 FlashInfer's ``plan()`` schedules a pass on the host, and its kernels then read the arrays on the device. There are two
 ways to plan:
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from subprocess import CalledProcessError
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ import triton
 import triton.language as tl
 
 from specrs._specrs import ConfigError
-from specrs.backends.base import Phase
+from specrs.backends.base import Operands, Phase
+from specrs.backends.packages import no_flashinfer_kernels
 
 _LISTS = ("draft", "decode")  # phases with a list for each query
 _ALIGNED = 256  # bytes: scratch memory of a plan that needs none
@@ -133,35 +135,29 @@ class FlashInferKernels:
 
     def attention(
         self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        out: torch.Tensor,
-        arrays: Mapping[str, torch.Tensor],
+        operands: Operands,
         *,
         phase: Phase,
         lists: int,
         most_queries: int,
-        scale: float,
         most_keys: int | None = None,
     ) -> None:
-        """Launch attention by a kept plan: out = attention of q, over keys and values that have been written.
+        """Launch attention by a kept plan.
 
         Args:
-            q, out: [Q, heads, head_dim], contiguous. Rows that no array names become 0.
-            keys, values: a layer of the pool, [num_slots, key heads, head_dim], of q's type.
-            arrays: those of the format for the phase, in memory that stays; they may be longer than the pass needs.
+            operands: arrays in memory that stays; they may be longer than the pass needs.
             phase: purpose of the pass.
             lists: lists of the pass: Q in ``"draft"`` and ``"decode"``, else the number of requests.
             most_queries: the most queries of a request.
-            scale: factor on the scores.
             most_keys: the most keys of a request. A pass with a mask needs it, and ``packed_custom_mask`` of
                 ``lists * ceil(most_queries * most_keys / 8)`` bytes: bits of rows that a request does not have are
                 read too, and ignored.
 
         Raises:
-            ConfigError: ``packed_custom_mask`` is shorter than that.
+            ConfigError: ``packed_custom_mask`` is shorter than that, or FlashInfer has no kernels for such heads and
+                cannot compile them.
         """
+        q, keys, values, out, arrays, scale = operands
         if not q.shape[0]:
             return
         most = 1 if phase in _LISTS else most_queries
@@ -210,21 +206,16 @@ class FlashInferKernels:
         queries, results = memory[:, :size].view(2, lists * most, *q.shape[1:])
         return _Kept(wrapper, (queries, results))
 
-    def attention_of(
-        self,
-        planned: Planned,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        out: torch.Tensor,
-        scale: float,
-    ) -> None:
-        """Launch attention of a pass whose lengths the host has, by a plan of its own: out = attention of q.
+    def attention_of(self, planned: Planned, operands: Operands) -> None:
+        """Launch attention of a pass whose lengths the host has, by a plan of its own.
 
         Args:
-            q, out: [Q, heads, head_dim], contiguous. Rows that no array names become 0.
-            keys, values: a layer of the pool, [num_slots, key heads, head_dim], of q's type.
+            operands: arrays as long as the pass needs, the same in all layers.
+
+        Raises:
+            ConfigError: FlashInfer has no kernels for such heads and cannot compile them.
         """
+        q, keys, values, out, on_device, scale = operands
         indptr = planned.host["kv_indptr"]
         lists = indptr.numel() - 1
         rows = planned.host.get("qo_indptr", torch.arange(lists + 1, dtype=torch.int32))
@@ -238,7 +229,7 @@ class FlashInferKernels:
         if wrapper is None:
             if self._copied is not None:
                 self._copied.synchronize()  # the wrapper before may give its memory of the host to this one
-            arrays = {"qo_indptr": rows.to(q.device), **planned.arrays}
+            arrays = {"qo_indptr": rows.to(q.device), **on_device}
             wrapper = self._planned(q, heads, arrays, rows, indptr, planned.phase, scale, lists)
             planned.wrappers[key] = wrapper
             if q.is_cuda:
@@ -275,7 +266,10 @@ class FlashInferKernels:
         plan = (rows, keys, arrays["kv_indices"][:0], torch.ones(lists, dtype=torch.int32), *heads, 1)
         how |= {"causal": phase == "extend", "q_data_type": q.dtype, "kv_data_type": q.dtype}
         # A wrapper begins with 8 MiB for its schedule, here and on the host. It needs a few KiB.
-        sizes = wrapper.workspace_size(*plan, **how)
+        try:
+            sizes = wrapper.workspace_size(*plan, **how)  # the first call that needs compiled kernels
+        except (RuntimeError, OSError, CalledProcessError) as error:
+            raise no_flashinfer_kernels(str(q.dtype).removeprefix("torch."), q.shape[-1], error) from error
         wrapper.reset_workspace_buffer(
             *(torch.empty(max(n, _ALIGNED), dtype=torch.uint8, device=q.device) for n in sizes)
         )

@@ -74,6 +74,7 @@ FA3_ARGUMENTS = (
 )  # fmt: skip
 """Names of the operator's arguments, by which it is called."""
 
+_TOLD = 300  # characters of the two ends of an error
 _FA3 = "vllm_flash_attn/_vllm_fa3_C.abi3.so"
 PACKAGES = (TRITON, FLASHINFER, VLLM)
 
@@ -110,6 +111,18 @@ def flashinfer_wrapper() -> Any:
         return importlib.import_module("flashinfer.prefill").BatchPrefillWithPagedKVCacheWrapper
     except (ImportError, AttributeError, OSError, RuntimeError) as error:
         raise FLASHINFER.broken(version, error) from error
+
+
+def no_flashinfer_kernels(dtype: str, head_dim: int, error: Exception) -> ConfigError:
+    """Return the error for kernels that FlashInfer neither has compiled nor could compile."""
+    why = str(error).strip() or type(error).__name__
+    if len(why) > 2 * _TOLD:
+        why = f"{why[:_TOLD]} ... {why[-_TOLD:]}"  # ninja's output ends in what went wrong
+    return ConfigError(
+        f"attention_backend = 'flashinfer': {FLASHINFER.name} {FLASHINFER.installed()} has no compiled kernels for "
+        f"heads of {head_dim} in {dtype}, and could not compile them, which takes nvcc, ninja and a C++ compiler; the "
+        f"package flashinfer-jit-cache has compiled ones: {why}"
+    )
 
 
 def flash_attention_op() -> Callable[..., list[Any]]:

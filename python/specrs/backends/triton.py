@@ -11,7 +11,7 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from specrs.backends import packages
-from specrs.backends.base import AttentionBackend, Step, check_operands
+from specrs.backends.base import AttentionBackend, Operands, Step, check_operands
 
 if TYPE_CHECKING:
     import torch
@@ -96,8 +96,8 @@ class TritonCuda(AttentionBackend):
         lists = step.arrays["kv_indptr"].numel() - 1
         with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
             module.attention(
-                q, keys, values, out, step.arrays, phase=step.phase, sequences=lists, most_queries=step.queries,
-                scale=scale, space=space,
+                Operands(q, keys, values, out, step.arrays, scale), phase=step.phase, sequences=lists,
+                most_queries=step.queries, space=space,
             )  # fmt: skip
         return out
 

@@ -20,13 +20,12 @@ Importing this module imports triton; `specrs.backends.triton.kernels` imports i
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 
 import torch
 import triton
 import triton.language as tl
 
-from specrs.backends.base import Phase
+from specrs.backends.base import Operands, Phase
 
 # Rows of a tile, which are queries of a sequence times the query heads that share a key head; for sequences of few rows
 # and for others.
@@ -208,31 +207,23 @@ def workspace(device: torch.device, head_dim: int) -> int:
 
 
 def attention(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    out: torch.Tensor,
-    arrays: Mapping[str, torch.Tensor],
+    operands: Operands,
     *,
     phase: Phase,
     sequences: int,
     most_queries: int,
-    scale: float,
     space: torch.Tensor,
 ) -> None:
-    """Launch attention over keys and values that have been written: out = attention of q.
+    """Launch attention.
 
     Args:
-        q, out: [Q, heads, head_dim], contiguous. Consecutive groups of heads share a key head. Rows that no array
-            names become 0.
-        keys, values: a layer of the pool, [num_slots, key heads, head_dim], of q's type. Heads are contiguous.
-        arrays: those of the format for the phase, as the planner writes them; they may be longer than the pass needs.
+        operands: arrays may be longer than the pass needs.
         phase: purpose of the pass.
         sequences: lists of the pass: Q in ``"draft"`` and ``"decode"``, else the number of requests.
         most_queries: the most queries of a request.
-        scale: factor on the scores.
         space: uint8, contiguous, of `workspace` bytes at least; overwritten.
     """
+    q, keys, values, out, arrays, scale = operands
     queries, heads, dim = q.shape
     key_heads = keys.shape[1]
     group, own = heads // key_heads, {"extend": _CAUSAL, "verify": _MASKED}.get(phase, _LISTS)

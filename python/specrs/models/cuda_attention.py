@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
@@ -21,6 +21,7 @@ from specrs.backends import (
     flashinfer,
     triton,
 )
+from specrs.backends.base import Operands
 from specrs.backends.packages import check_driver
 from specrs.backends.splits import SPLITS
 from specrs.models.config import LayerConfig
@@ -56,6 +57,33 @@ class EngineSizes:
     layers: Sequence[LayerConfig]
 
 
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A layer's attention of rotated queries over KV that has been written.
+
+    Attributes:
+        q, out: [Q, H, D].
+        draft: K and S of the engine's trees, by which a draft step's mask counts its bits.
+        space: scratch memory of `DeviceAttention.workspace` bytes at least.
+        stream: torch's current stream.
+    """
+
+    kv: KvMemory
+    layer: int
+    q: torch.Tensor
+    out: torch.Tensor
+    plan: DevicePlan
+    heads: Heads
+    draft: tuple[int, int]
+    space: torch.Tensor
+    stream: core._DeviceStream
+
+    def operands(self, arrays: Mapping[str, torch.Tensor]) -> Operands:
+        """The tensors for kernels that read such arrays."""
+        keys, values = self.kv.tensor[self.layer]
+        return Operands(self.q, keys, values, self.out, arrays, self.heads.scale)
+
+
 class DeviceAttention(Protocol):
     """A backend's kernels on a GPU. They read a pass's plan, and its arrays if the backend's format has arrays.
 
@@ -89,25 +117,8 @@ class DeviceAttention(Protocol):
     def workspace(self, ordinal: int, sizes: PassSizes) -> int:
         """Return the bytes of scratch memory that a pass wants on a GPU."""
 
-    def launch(
-        self,
-        kv: KvMemory,
-        layer: int,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        plan: DevicePlan,
-        heads: Heads,
-        draft: tuple[int, int],
-        space: torch.Tensor,
-        stream: core._DeviceStream,
-    ) -> None:
-        """Launch attention of rotated queries over KV that has been written, both [Q, H, D].
-
-        Args:
-            draft: K and S of the engine's trees, by which a draft step's mask counts its bits.
-            space: scratch memory of `workspace` bytes at least.
-            stream: torch's current stream.
-        """
+    def launch(self, call: Call) -> None:
+        """Launch attention."""
 
 
 class _OwnMemory:
@@ -142,37 +153,14 @@ class NativeKernels(_OwnMemory):
     def workspace(self, ordinal: int, sizes: PassSizes) -> int:
         return core._device_attention_workspace(ordinal, **vars(sizes))
 
-    def launch(
-        self,
-        kv: KvMemory,
-        layer: int,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        plan: DevicePlan,
-        heads: Heads,
-        draft: tuple[int, int],
-        space: torch.Tensor,
-        stream: core._DeviceStream,
-    ) -> None:
+    def launch(self, call: Call) -> None:
+        plan, heads = call.plan, call.heads
         core._device_attention(
-            kv.tensor,
-            layer,
-            q,
-            out,
-            table=plan.table,
-            page_size=kv.page_size,
-            rows=plan.rows,
-            lens=plan.lens,
-            starts=plan.starts,
-            mask=plan.mask,
-            first_pages=plan.first_pages,
-            draft=draft if plan.phase == "draft" else None,
-            max_queries=plan.most_queries,
-            scale=heads.scale,
-            cap=heads.cap,
-            workspace=space,
-            stream=stream,
-        )
+            call.kv.tensor, call.layer, call.q, call.out, table=plan.table, page_size=call.kv.page_size, rows=plan.rows,
+            lens=plan.lens, starts=plan.starts, mask=plan.mask, first_pages=plan.first_pages,
+            draft=call.draft if plan.phase == "draft" else None, max_queries=plan.most_queries, scale=heads.scale,
+            cap=heads.cap, workspace=call.space, stream=call.stream,
+        )  # fmt: skip
 
 
 class TritonKernels(_OwnMemory):
@@ -191,23 +179,11 @@ class TritonKernels(_OwnMemory):
     def workspace(self, ordinal: int, sizes: PassSizes) -> int:
         return int(self._kernels.workspace(torch.device("cuda", ordinal), sizes.head_dim))
 
-    def launch(
-        self,
-        kv: KvMemory,
-        layer: int,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        plan: DevicePlan,
-        heads: Heads,
-        draft: tuple[int, int],
-        space: torch.Tensor,
-        stream: core._DeviceStream,
-    ) -> None:
-        keys, values = kv.tensor[layer]
+    def launch(self, call: Call) -> None:
+        plan = call.plan
         self._kernels.attention(
-            q, keys, values, out, plan.arrays, phase=plan.phase,
-            sequences=plan.queries if plan.phase in ("draft", "decode") else plan.lens.numel(),
-            most_queries=plan.most_queries, scale=heads.scale, space=space,
+            call.operands(plan.arrays), phase=plan.phase, sequences=_lists(plan), most_queries=plan.most_queries,
+            space=call.space,
         )  # fmt: skip
 
 
@@ -234,29 +210,21 @@ class FlashInferKernels(_OwnScratch):
     def reserve(self, sizes: EngineSizes, placement: Placement) -> None:
         self._kernels.reserve(_spread(sizes), placement.activations, placement.device)
 
-    def launch(
-        self,
-        kv: KvMemory,
-        layer: int,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        plan: DevicePlan,
-        heads: Heads,
-        draft: tuple[int, int],
-        space: torch.Tensor,
-        stream: core._DeviceStream,
-    ) -> None:
-        keys, values = kv.tensor[layer]
+    def launch(self, call: Call) -> None:
+        plan, operands = call.plan, call.operands(call.plan.arrays)
         if plan.of_host is None:
             self._kernels.attention(
-                q, keys, values, out, plan.arrays, phase=plan.phase,
-                lists=plan.queries if plan.phase in ("draft", "decode") else plan.lens.numel(),
-                most_queries=plan.most_queries, scale=heads.scale, most_keys=plan.most_keys,
-            )  # fmt: skip
+                operands, phase=plan.phase, lists=_lists(plan), most_queries=plan.most_queries, most_keys=plan.most_keys
+            )
             return
         if self._planned is None or self._planned[0] is not plan:
             self._planned = plan, flashinfer.planned(plan.phase, plan.arrays, plan.of_host)
-        self._kernels.attention_of(self._planned[1], q, keys, values, out, heads.scale)
+        self._kernels.attention_of(self._planned[1], operands)
+
+
+def _lists(plan: DevicePlan) -> int:
+    """Return the number of lists of keys that a format of lists has for a pass."""
+    return plan.queries if plan.phase in ("draft", "decode") else plan.lens.numel()
 
 
 def _spread(sizes: EngineSizes) -> int:
@@ -305,19 +273,8 @@ class FlashAttentionKernels(_OwnScratch):
     def reserve(self, sizes: EngineSizes, placement: Placement) -> None:
         pass  # its pool keeps what captured launches have
 
-    def launch(
-        self,
-        kv: KvMemory,
-        layer: int,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        plan: DevicePlan,
-        heads: Heads,
-        draft: tuple[int, int],
-        space: torch.Tensor,
-        stream: core._DeviceStream,
-    ) -> None:
-        keys, values = kv.tensor[layer]
+    def launch(self, call: Call) -> None:
+        plan = call.plan
         requests, arrays = plan.lens.numel(), dict(plan.arrays)
         for name, rows in (("cache_seqlens", requests), ("page_table", requests), ("cu_seqlens_q", requests + 1),
                            ("expand_cache_seqlens", plan.queries), ("expand_page_table", plan.queries),
@@ -325,8 +282,8 @@ class FlashAttentionKernels(_OwnScratch):
             if name in arrays:
                 arrays[name] = arrays[name][:rows]
         self._kernels.attention(
-            q, keys, values, out, arrays, page_size=plan.page_size, expand_page_size=plan.expand_page_size,
-            most_queries=plan.most_queries, scale=heads.scale,
+            call.operands(arrays), page_size=plan.page_size, expand_page_size=plan.expand_page_size,
+            most_queries=plan.most_queries,
         )  # fmt: skip
 
 
@@ -391,7 +348,7 @@ class CudaAttention:
         kv_heads, head_dim = kv.tensor.shape[3:]
         size = at.workspace(self.kernels.workspace, q.device.index, kv_heads, heads.count // kv_heads, head_dim)
         space, stream = self._dense.attention_space(size), self._dense.stream
-        self.kernels.launch(kv, layer, q, out.view_as(q), at, heads, self._draft, space, stream)
+        self.kernels.launch(Call(kv, layer, q, out.view_as(q), at, heads, self._draft, space, stream))
 
     def write(self, kv: KvMemory, layer: int, plan: Plan, rows: torch.Tensor, rope: Any, heads: Heads) -> None:
         self._dense.rotated(kv, layer, self._on_device(plan, kv.page_size), rows, rope, replace(heads, count=0))

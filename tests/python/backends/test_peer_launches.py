@@ -21,7 +21,7 @@ import torch
 from pass_world import PHASES, Heads, Layout, Pass, Requests
 from specrs import ConfigError
 from specrs.backends import FlashAttentionCuda, FlashInferCuda, flash_attention, flashinfer, gather, packages
-from specrs.backends.base import Format, Phase
+from specrs.backends.base import Format, Operands, Phase
 from specrs.backends.splits import num_splits
 
 if importlib.util.find_spec("triton") is None:
@@ -158,8 +158,8 @@ def test_a_kept_plan_serves_every_batch_of_its_shape(phase: Phase) -> None:
             continue
         out = torch.full_like(one.q, torch.nan)
         kernels.attention(
-            one.q, one.keys, one.values, out, memory, phase=phase, lists=one.sequences, most_queries=most,
-            scale=one.scale, most_keys=keys,
+            Operands(one.q, one.keys, one.values, out, memory, one.scale), phase=phase, lists=one.sequences,
+            most_queries=most, most_keys=keys,
         )  # fmt: skip
         torch.testing.assert_close(out, one.reference(), rtol=2e-5, atol=2e-5)
     assert len(kernels._kept) == 1
@@ -176,8 +176,8 @@ def test_a_kept_plan_wants_bits_of_every_row_that_a_request_may_have() -> None:
     for short in (True, False):
         arrays, out = {**one.arrays, "packed_custom_mask": bits[: need - short]}, torch.empty_like(one.q)
         launch = partial(
-            flashinfer.kernels().attention, one.q, one.keys, one.values, out, arrays, phase="verify",
-            lists=one.sequences, most_queries=most, scale=one.scale, most_keys=one.most_keys,
+            flashinfer.kernels().attention, Operands(one.q, one.keys, one.values, out, arrays, one.scale),
+            phase="verify", lists=one.sequences, most_queries=most, most_keys=one.most_keys,
         )  # fmt: skip
         if short:
             with pytest.raises(ConfigError, match=rf"packed_custom_mask = {need - 1} bytes: .* reads {need}"):
@@ -214,9 +214,30 @@ def test_a_plan_of_the_host_leaves_the_arrays(phase: Phase) -> None:
     stale = {name: one.arrays[name].clone() for name in ("kv_indptr", "qo_indptr") if name in one.arrays}
     stale["kv_indptr"] //= 2
     planned = flashinfer.planned(phase, arrays, stale)
+    operands = Operands(one.q, one.keys, one.values, torch.empty_like(one.q), arrays, one.scale)
     with pytest.raises(AssertionError, match="lie by the lengths"):
-        flashinfer.kernels().attention_of(planned, one.q, one.keys, one.values, torch.empty_like(one.q), one.scale)
+        flashinfer.kernels().attention_of(planned, operands)
     assert all(torch.equal(arrays[name], array) for name, array in one.arrays.items())
+
+
+@inside
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("Ninja build failed. " + "x" * 5000 + "no nvcc"), FileNotFoundError("ninja")],
+    ids=["ninja", "nothing"],
+)
+def test_kernels_that_cannot_be_compiled_are_named(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer compiles at the first call that sizes a plan."""
+
+    def sizes(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(Wrapper, "workspace_size", sizes)
+    monkeypatch.setattr(flashinfer, "flashinfer_wrapper", lambda: Wrapper)
+    one = Pass(Requests(3, (4, 3, 9), 16, "dense", context=150), "decode", Heads(1, 2, 64), format="flashinfer")
+    with pytest.raises(ConfigError, match=r"no compiled kernels for heads of 64 in float32, .*(nvcc|ninja)$") as told:
+        one.kernels(HOST)
+    assert len(str(told.value)) < 1200 and told.value.__cause__ is error
 
 
 @inside
@@ -225,13 +246,10 @@ def test_no_queries() -> None:
     from specrs.backends.flashinfer_kernels import FlashInferKernels
 
     nothing = torch.zeros(0, 2, 64)
+    operands = Operands(nothing, nothing, nothing, nothing, {}, 1.0)
     for phase in PHASES:
-        FlashInferKernels(Wrapper).attention(
-            nothing, nothing, nothing, nothing, {}, phase=phase, lists=0, most_queries=1, scale=1.0
-        )
-        FlashAttentionKernels(operator).attention(
-            nothing, nothing, nothing, nothing, {}, page_size=1, expand_page_size=1, most_queries=1, scale=1.0,
-        )  # fmt: skip
+        FlashInferKernels(Wrapper).attention(operands, phase=phase, lists=0, most_queries=1)
+        FlashAttentionKernels(operator).attention(operands, page_size=1, expand_page_size=1, most_queries=1)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")

@@ -17,7 +17,7 @@ import torch
 
 from pass_world import PHASES, Heads, Layout, Pass, Requests
 from specrs.backends import Step, TritonCuda
-from specrs.backends.base import Phase
+from specrs.backends.base import Operands, Phase
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("the package triton, in which the kernels are written, is not installed", allow_module_level=True)
@@ -115,7 +115,7 @@ def test_no_queries_and_no_keys() -> None:
         for n in (0, 3):
             out = torch.full((n, 2, 64), torch.nan)
             triton_kernels.attention(
-                torch.ones(n, 2, 64), keys, keys, out, arrays, phase=phase, sequences=n, most_queries=2, scale=1.0,
+                Operands(torch.ones(n, 2, 64), keys, keys, out, arrays, 1.0), phase=phase, sequences=n, most_queries=2,
                 space=space,
             )  # fmt: skip
             assert not out.any()

@@ -2,7 +2,7 @@
 
 Each fault is shown twice. With the guards it is named, nothing beside the arrays is written, and the kernel that reads
 them is right for the requests that are sound. Without guards, as a writer here that checks nothing leaves the arrays,
-the same kernel's result is wrong: that is what the guards prevent.
+the same kernel's result is wrong: the guards prevent that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from named_faults_world import BRANCHES, BUCKET, CUDA, POISON, Captured, fault, 
 from pass_world import Heads, Pass, Requests
 from specrs import _specrs as core
 from specrs.backends import BACKENDS, Step, flash_attention, flashinfer, triton
-from specrs.backends.base import Format
+from specrs.backends.base import Format, Operands
 from specrs.backends.flashinfer_kernels import Planned
 
 pytestmark = pytest.mark.usefixtures("no_fault_is_left")
@@ -49,9 +49,9 @@ class World:
             pytest.skip(str(error))
 
     def read(self, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """What the real kernel makes of a draft step's arrays on the device, in float32 on the CPU."""
+        """The real kernel's result for a draft step's arrays on the device, in float32 on the CPU."""
         out = torch.full_like(self.q, torch.nan)
-        common: dict[str, Any] = {"most_queries": BRANCHES, "scale": DIM**-0.5}
+        common: dict[str, Any] = {"most_queries": BRANCHES}
         if self.format == "flash_attention":
             common |= {"page_size": self.page, "expand_page_size": self.expand}
         elif self.format == "flashinfer":
@@ -59,8 +59,7 @@ class World:
         else:
             space = torch.empty(self.kernels.workspace(CUDA, DIM), dtype=torch.uint8, device=CUDA)
             common |= {"phase": "draft", "sequences": QUERIES, "space": space}
-        attention = self.kernels.attention
-        attention(self.q, self.keys, self.values, out, arrays, **common)
+        self.kernels.attention(Operands(self.q, self.keys, self.values, out, arrays, DIM**-0.5), **common)
         torch.cuda.synchronize()
         return out.float().cpu()
 
@@ -162,7 +161,7 @@ def test_27360() -> None:
     memory = torch.full((QUERIES + 2,), CANARY, dtype=torch.int32, device=CUDA)
     for row in reversed(range(QUERIES)):  # the rows of a scatter have no order
         memory[row : row + 2] = all_steps[row]
-    assert int(memory[QUERIES]) != CANARY, "what lies behind the table is overwritten"
+    assert int(memory[QUERIES]) != CANARY, "the memory behind the table is overwritten"
     found = wrong(world.read({**arrays, "expand_page_table": memory[:QUERIES].view(QUERIES, 1)}), right)
     assert found[1], "a branch reads a page of another"
 
@@ -194,7 +193,7 @@ def test_26972() -> None:
 
 @pytest.mark.parametrize("format", list(MODULES))
 def test_23037(format: Format) -> None:
-    """Seats of a request that has ended keep what the last replay left."""
+    """Seats of a request that has ended keep the last replay's arrays."""
     c = two_of_three(format)
     world = World(c, format)
     stale = {name: view.clone() for name, view in c.arrays.views.items()}  # of three requests
@@ -228,13 +227,26 @@ def test_26738() -> None:
         pytest.skip(str(error))
     q, keys, values = (t.to(CUDA) for t in (one.q, one.keys, one.values))
     arrays, right = {name: array.to(CUDA) for name, array in one.arrays.items()}, one.reference()
+    ends, last_seen = one.arrays["kv_indptr"], torch.tensor([0, 300, 500], dtype=torch.int32)
 
-    out = torch.empty_like(q)
-    kernels.attention(
-        q, keys, values, out, arrays, phase="decode", lists=2, most_queries=1, scale=one.scale
-    )  # a plan of bounds, which no length is in
+    def planned_by(lengths: torch.Tensor, arrays: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The result of a plan of such lengths on the host."""
+        out = torch.full_like(q, torch.nan)
+        operands = Operands(q, keys, values, out, arrays, one.scale)
+        kernels.attention_of(Planned("decode", arrays, {"kv_indptr": lengths}), operands)
+        return out.float().cpu()
+
+    out = torch.full_like(q, torch.nan)
+    operands = Operands(q, keys, values, out, arrays, one.scale)
+    kernels.attention(operands, phase="decode", lists=2, most_queries=1)  # a plan of bounds, which no length is in
     assert not any(wrong(out.float().cpu(), right))
+    assert not any(wrong(planned_by(ends, arrays), right)), "as does a plan of the true lengths"
 
-    last_seen = torch.tensor([0, 300, 500], dtype=torch.int32)
-    kernels.attention_of(Planned("decode", arrays, {"kv_indptr": last_seen}), q, keys, values, out, one.scale)
-    assert wrong(out.float().cpu(), right) == [True, True]
+    # FlashInfer's plan() writes the lengths that it plans for over those in the arrays.
+    stale = {**arrays, "kv_indptr": last_seen.to(CUDA)}
+    got = planned_by(last_seen, stale)
+    assert wrong(got, right) == [True, True]
+    one.arrays["kv_indptr"] = last_seen
+    assert not any(wrong(got, one.reference())), "one lacks its newest keys, the other reads those as its own"
+    # With the lengths put back its schedule is still of the old ones: the kernel looks for parts where none are.
+    assert wrong(planned_by(last_seen, arrays), right) == [True, True]
