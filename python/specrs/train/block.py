@@ -22,7 +22,7 @@ from specrs.models import ModelConfig
 from specrs.train.heads import Head, HeadSizes, Lesson, counted, feature_layers, in_parts
 from specrs.train.layers import GatedMLP, Projections, RMSNorm, merge_heads, rope_table, rotate, split_heads
 
-EVERY = 4
+EVERY = 2
 """Places of a text of which one, at random, begins a block."""
 
 
