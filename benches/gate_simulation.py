@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specrs._specrs import DraftCalibration, DraftProposal, choose_drafts
-from specrs.engine.drafting.budget import RATE, Account
-from specrs.engine.drafting.chooser import TreePolicy
+from specrs.engine.drafting.budget import Account
+from specrs.engine.drafting.chooser import TAIL, TreePolicy
 from specrs.engine.drafting.costs import Costs, PassCost
 
 _ROWS = [1, 8, 64]
@@ -27,9 +27,8 @@ class Simulated:
         chance: probability that a draft token is accepted.
         ends: tokens at which it ends by itself.
         produced: tokens so far.
-        lag: positions that the head has not run over.
+        lag: positions that the head runs over before it drafts.
         rounds: number of rounds that drafted.
-        follows: the head follows it.
     """
 
     account: Account
@@ -39,7 +38,6 @@ class Simulated:
     produced: int = 0
     lag: int = 1
     rounds: int = 0
-    follows: bool = True
 
 
 @dataclass
@@ -108,15 +106,7 @@ def decode(p: Engine, requests: Sequence[Simulated], rng: random.Random) -> Deco
 def _round(p: Engine, live: Sequence[Simulated], rng: random.Random, claims: Sequence[float], done: Decoded) -> None:
     """One round of a batch."""
     batch, costs, plain, kind = len(live), p.costs, p.costs.plain(len(live)), p.kind(1.0)
-    rooms = {}
-    for i, r in enumerate(live):
-        short = p.short(r.account, batch, r.lag)
-        r.follows &= short / RATE < (r.tokens - r.produced) / 2
-        if r.follows and short <= 1e-9:
-            rooms[i] = r.account.room(batch) - p.resuming(r.lag, batch)
-    while rooms and min(rooms.values()) < p.least_loss(batch, len(rooms)) - 1e-9:
-        del rooms[min(rooms, key=rooms.__getitem__)]
-    drafting = [i in rooms for i in range(batch)]
+    drafting = [r.account.left(batch) >= max(p.resuming(r.lag, batch), 1e-9) for r in live]
     for r, drafts in zip(live, drafting, strict=True):
         if drafts and r.lag:
             waited = p.resuming(r.lag, batch)
@@ -126,12 +116,12 @@ def _round(p: Engine, live: Sequence[Simulated], rng: random.Random, claims: Seq
     nodes: list[int] = []
     seconds = plain
     if some:
-        limit, levels = p.limit(batch, [r.account.room(batch) for r in some], p.least_round(batch, len(some))), 1
-        while levels < _DEPTH and p.deepen(batch, levels, [(kind, claims[levels - 1 : levels]) for _ in some], limit):
+        levels = 1
+        while levels < _DEPTH and p.deepen(batch, levels, [(kind, claims[levels - 1 : levels]) for _ in some]):
             levels += 1
         drafts_cost = costs.drafting(batch, batch, levels)
         chain = DraftProposal(list(range(-1, levels - 1)), list(range(levels)), [_CLAIM] * levels)
-        cost = costs.target.table, drafts_cost, limit, list[int]()
+        cost = costs.target.table, drafts_cost, list[int]()
         asked = [(0, [chain if drafts else None], levels, None) for drafts in drafting]
         trees, _, seconds = choose_drafts(asked, p.calibration, _DEPTH, _DEPTH + 1, cost)
         nodes = [len(tree) - 1 for tree, drafts in zip(trees, drafting, strict=True) if drafts]
@@ -152,25 +142,22 @@ def _round(p: Engine, live: Sequence[Simulated], rng: random.Random, claims: Seq
             p.calibration.grade([chain], [*range(drawn[id(r)]), _DEPTH])
             r.lag, r.rounds = 0, r.rounds + 1
         else:
-            r.lag += 1
+            r.lag = min(r.lag + 1, TAIL)
     won = p.won(batch, sum(n > 0 for n in nodes), seconds, wins) if some else []
     for r, one in zip(some, won, strict=True):
         r.account.pay(-one, batch)
 
 
-def begin(p: Engine, tokens: int, chance: float, *, batch: int = 1, ends: int | None = None) -> Simulated:
+def begin(p: Engine, tokens: int, chance: float, *, ends: int | None = None) -> Simulated:
     """A new request, as the engine admits it.
 
     Args:
         p: policy of the engine.
         tokens: limit of the request's tokens.
         chance: see `Simulated`.
-        batch: requests that run with it, itself included.
         ends: see `Simulated`; by default at its limit.
     """
-    account = p.account(1.0, tokens)
-    follows = account.room(1) >= p.least_loss(1, 1)
-    return Simulated(account, tokens, chance, tokens if ends is None else ends, follows=follows)
+    return Simulated(p.account(1.0, tokens), tokens, chance, tokens if ends is None else ends)
 
 
 def request(p: Engine, tokens: int, chance: float, rng: random.Random, ends: int | None = None) -> Decoded:
@@ -197,11 +184,12 @@ def simulate(
             p, rng = policy(step, growth), random.Random(seed)
             took = drawn = 0.0
             for _ in range(-(-16 // batch)):
-                some = [begin(p, tokens, chance * (i % 2 == 0), batch=batch) for i in range(batch)]
+                some = [begin(p, tokens, chance * (i % 2 == 0)) for i in range(batch)]
                 done = decode(p, some, rng)
                 took, drawn = took + done.took, drawn + done.tokens
             ratios.append(drawn / took)
-        smallest = 1.0 + policy(step, growth).least_loss(batch, batch)
+        costs = policy(step, growth).costs
+        smallest = (costs.drafting(batch, batch, 1) + costs.target.at(2 * batch)) / costs.plain(batch)
         rows.append(
             {"batch": batch, "step": step, "growth": growth, "smallest_round": round(smallest, 3), "chance": chance}
             | {"tokens": tokens, "mean": round(statistics.mean(ratios), 4), "worst": round(min(ratios), 4)}

@@ -156,6 +156,12 @@ __device__ __forceinline__ Row row_at(const AttentionParams &p, const Request &r
     return row;
 }
 
+// Depth of the node `bit`, whose own mask is `own`: its ancestors stand before it. The rows of a block that is not causal
+// have each other's bits, and stand one behind the other.
+__device__ __forceinline__ int32_t depth_of(uint64_t own, int32_t bit) {
+    return min(max(__popcll(own), 1) - 1, bit);
+}
+
 // The request's pages, from the first one that it attends to.
 __device__ __forceinline__ const int32_t *pages_of(const AttentionParams &p, const Request &r) {
     return reinterpret_cast<const int32_t *>(p.table) + static_cast<int64_t>(r.row) * p.table_width + r.page;

@@ -145,7 +145,7 @@ struct TileLoad : TileShape<HD, M, WARPGROUP> {
                 } else {
                     const unsigned long long own =
                         __ldg(reinterpret_cast<const unsigned long long *>(p.mask) + r.first + bit);
-                    logical = r.len + max(__popcll(own), 1) - 1;
+                    logical = r.len + depth_of(own, bit);
                 }
             }
         }

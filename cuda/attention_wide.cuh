@@ -219,7 +219,7 @@ __device__ __forceinline__ void list_wide_rows(const AttentionParams &p, WideSha
             const int32_t depth =
                 p.draft_slots != 0
                     ? bit % p.draft_steps
-                    : max(__popcll(__ldg(reinterpret_cast<const unsigned long long *>(p.mask) + r.first + bit)), 1) - 1;
+                    : depth_of(__ldg(reinterpret_cast<const unsigned long long *>(p.mask) + r.first + bit), bit);
             logical = r.len + depth;
         }
         sh.key_position[thread] = logical;

@@ -30,6 +30,7 @@ PYTHON = {  # prefixes of filters for pytest, and the files that they are for
     "drafts": "tests/python/engine/test_drafts.py",
     "text": "tests/python/engine/test_output_text.py",
     "trained": "tests/python/train/test_head.py",
+    "blocks_trained": "tests/python/train/test_block_head.py",
     "blocks": "tests/python/models/test_block_heads.py",
 }
 
@@ -113,6 +114,10 @@ MUTANTS = [
            "trained:see_each_other"),
     Mutant("quiet", "quiet", "a head learns the token that it is given", "python/specrs/train/teacher.py",
            "torch.cat(wanted).roll(-1, 0)", "torch.cat(wanted)", "trained:served_model"),
+    Mutant("quiet", "quiet", "blocks in training see the text that they draft", "python/specrs/train/block.py",
+           "behind = same & (places <= anchors[:, :, None])", "behind = same", "blocks_trained:drafts_of_the_engine"),
+    Mutant("quiet", "quiet", "a block in training counts answers of the next piece", "python/specrs/train/block.py",
+           "(pieces[at + 1] == pieces[begins])", "(pieces[at + 1] >= 0)", "blocks_trained:within_the_piece"),
 ]  # fmt: skip
 
 

@@ -1067,17 +1067,21 @@ class DraftLists:
         width: SupportsIndex,
         target_ids: _Tensor | None = None,
     ) -> Self: ...
-    @property
-    def width(self) -> int:
-        """Tokens of a level."""
+    @staticmethod
+    def of(
+        ids: _Tensor,
+        log_probs: _Tensor,
+        sound: _Tensor,
+        levels: _List[SupportsIndex],
+        target_ids: _Tensor | None = None,
+    ) -> DraftLists:
+        """The lists that a device has made: `ids` (int32) and `log_probs` (float32), [rows, width] each; a row whose
+        `sound` (int32 [rows]) is 0 has no distribution.
+        """
 
     @property
     def ids(self) -> Array:
         """Listed tokens in the draft's vocabulary, int32 [rows, width]."""
-
-    @property
-    def log_probs(self) -> Array:
-        """Their log-probabilities, float32 [rows, width]."""
 
     @property
     def faults(self) -> list[NonFiniteError]:
@@ -1229,17 +1233,17 @@ def choose_drafts(
     calibration: DraftCalibration,
     vocab: SupportsIndex,
     nodes: SupportsIndex,
-    cost: tuple[tuple[_List[SupportsIndex], _List[float], float], float, float, _List[SupportsIndex]] | None = None,
+    cost: tuple[tuple[_List[SupportsIndex], _List[float], float], float, _List[SupportsIndex]] | None = None,
 ) -> tuple[list[MergedDrafts], float, float]:
     """The trees of a round, the tokens that it is expected to give, and its seconds. What the sources propose for a
     request is merged as by `merge_drafts`, without what the request's grammar forbids; of all trees, the nodes stay
     that give the most tokens a second.
 
     Each request is (last token, proposal of each source or `None`, levels of its tree at most, grammar or `None`).
-    `nodes`: of a tree at most, root included. `cost` is (table, seconds of the round beside the target's pass, seconds
-    that the round may take, tiers). The table has the target's passes: (row counts, seconds of a pass of each, factor
-    on them), interpolated. `tiers` are the rows that a tree may take, ascending, where all trees take as many; else
-    there are none, and each node takes a row. Without a cost all nodes stay, and the round takes 0 seconds.
+    `nodes`: of a tree at most, root included. `cost` is (table, seconds of the round beside the target's pass, tiers).
+    The table has the target's passes: (row counts, seconds of a pass of each, factor on them), interpolated. `tiers`
+    are the rows that a tree may take, ascending, where all trees take as many; else there are none, and each node takes
+    a row. Without a cost all nodes stay, and the round takes 0 seconds.
     """
 
 def merge_drafts(

@@ -21,7 +21,6 @@ pub struct ListBeams {
     beams: Vec<u32>,
     /// Place of each beam's parent among the beams of the level before.
     parents: Vec<u32>,
-    levels: u32,
 }
 
 impl ListBeams {
@@ -32,7 +31,7 @@ impl ListBeams {
     pub fn new(root: i32, width: usize) -> Result<Self> {
         in_range("root token", root, 0, i128::from(i32::MAX))?;
         in_range("beams", width as u64, 1, 64)?;
-        Ok(Self { width, tree: MergedDrafts::of_root(root), beams: vec![0], parents: vec![0], levels: 0 })
+        Ok(Self { width, tree: MergedDrafts::of_root(root), beams: vec![0], parents: vec![0] })
     }
 
     /// Token of each beam.
@@ -79,7 +78,6 @@ impl ListBeams {
         found.sort_by(|x, y| scores[y.0 as usize].total_cmp(&scores[x.0 as usize]));
         found.truncate(self.width);
         (self.beams, self.parents) = found.into_iter().unzip();
-        self.levels += 1;
         Ok(())
     }
 
@@ -89,11 +87,6 @@ impl ListBeams {
     /// [`Error::OutOfRange`] for a limit.
     pub fn tree(&self, limits: MergeLimits) -> Result<MergedDrafts> {
         self.tree.pruned(limits)
-    }
-
-    /// Levels so far.
-    pub fn levels(&self) -> u32 {
-        self.levels
     }
 }
 
@@ -128,7 +121,7 @@ mod tests {
         assert!((beams.tree(MergeLimits::new(2, 1)).unwrap().scores()[1].exp() - 0.5).abs() < 1e-6);
         let none = Lists { tokens: &[5], log_probs: &[f32::NEG_INFINITY], width: 1 };
         beams.advance(none, &[0.0]).unwrap();
-        assert_eq!((beams.tokens().len(), beams.levels()), (0, 2));
+        assert_eq!(beams.tokens().len(), 0);
         beams.advance(none, &[]).unwrap();
         assert_eq!(beams.tree(MergeLimits::new(9, 9)).unwrap().len(), 2);
     }
@@ -141,6 +134,6 @@ mod tests {
             assert!(beams.advance(list, bad).is_err(), "{bad:?}");
         }
         assert!(ListBeams::new(-1, 2).is_err() && ListBeams::new(0, 0).is_err() && ListBeams::new(0, 65).is_err());
-        assert_eq!(beams.levels(), 0);
+        assert_eq!(beams, ListBeams::new(0, 2).unwrap(), "as before");
     }
 }

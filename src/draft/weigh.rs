@@ -55,8 +55,6 @@ pub struct RoundCost {
     pub target: PassTable,
     /// Seconds of the round beside that pass.
     pub beside: f64,
-    /// Seconds that the round may take.
-    pub limit: f64,
     /// Rows that a request's tree may take, ascending, where all requests take as many; empty where a round takes one
     /// row for each node.
     pub tiers: Vec<u32>,
@@ -109,7 +107,7 @@ impl RoundCost {
             expected += score.exp();
             let seconds = self.beside + self.target.at(rows);
             let rate = expected / seconds;
-            if rate > best_rate && seconds <= self.limit {
+            if rate > best_rate {
                 best_rate = rate;
                 best = (MAX_DRAFT_TOKENS, score as f32, expected, rows);
             }
@@ -140,7 +138,7 @@ impl RoundCost {
             let seconds = self.beside + self.target.at(rows);
             let drafted: f64 = chances.iter().flat_map(|own| own.iter().take(filled - 1)).sum();
             let rate = (batch as f64 + drafted) / seconds;
-            if rate > best_rate && seconds <= self.limit {
+            if rate > best_rate {
                 best_rate = rate;
                 best = (tier, f32::NEG_INFINITY, batch as f64 + drafted, rows);
             }
@@ -186,28 +184,27 @@ mod tests {
         merge(0, 50, &[&children], None, MergeLimits::new(40, 8)).unwrap()
     }
 
-    fn cost(tiers: &[u32], limit: f64) -> RoundCost {
-        RoundCost { target: table(), beside: 0.1, limit, tiers: tiers.to_vec() }
+    fn cost(tiers: &[u32]) -> RoundCost {
+        RoundCost { target: table(), beside: 0.1, tiers: tiers.to_vec() }
     }
 
     #[test]
     fn the_best_nodes_of_all_trees_are_taken_together() {
         let trees = [tree(&[0.9, 0.05]), tree(&[]), tree(&[0.8])];
-        let chosen = cost(&[], f64::INFINITY).choose(&trees).unwrap();
+        let chosen = cost(&[]).choose(&trees).unwrap();
         assert_eq!(chosen.trees.iter().map(MergedDrafts::len).collect::<Vec<_>>(), [2, 1, 1]);
         assert!((chosen.tokens - 3.9).abs() < 1e-6 && (chosen.seconds - 3.1).abs() < 1e-9);
-        let none = cost(&[], 1.0).choose(&trees).unwrap();
-        assert!(none.trees.iter().all(|tree| tree.len() == 1) && none.tokens == 3.0);
+        let none = cost(&[]).choose(&[tree(&[0.05]), tree(&[])]).unwrap();
+        assert!(none.trees.iter().all(|tree| tree.len() == 1) && none.tokens == 2.0);
     }
 
     #[test]
     fn a_tier_is_chosen_by_all_trees_and_filled_by_one() {
         let trees = [tree(&[0.3, 0.3, 0.3]), tree(&[0.9])];
-        let chosen = cost(&[2, 4, 8], f64::INFINITY).choose(&trees).unwrap();
+        let chosen = cost(&[2, 4, 8]).choose(&trees).unwrap();
         assert_eq!(chosen.trees.iter().map(MergedDrafts::len).collect::<Vec<_>>(), [2, 2]);
         assert!((chosen.tokens - 3.2).abs() < 1e-6 && (chosen.seconds - 3.1).abs() < 1e-9);
-        let alone = cost(&[2, 4, 8], f64::INFINITY).choose(&trees[..1]).unwrap();
+        let alone = cost(&[2, 4, 8]).choose(&trees[..1]).unwrap();
         assert_eq!(alone.trees[0].len(), 4, "by itself it pays for a larger tier");
-        assert_eq!(cost(&[2, 4], 0.5).choose(&trees).unwrap().trees[0].len(), 1, "no tier within the limit");
     }
 }

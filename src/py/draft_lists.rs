@@ -25,6 +25,8 @@ pub(super) struct DraftLists {
     log_probs: Vec<f32>,
     width: usize,
     levels: Vec<u32>,
+    /// First row of each request, and the end of the last one's.
+    starts: Vec<usize>,
     faults: Vec<Error>,
     /// Beams of the requests that have levels and no fault, once they have begun.
     beams: Mutex<Option<Beams>>,
@@ -54,9 +56,11 @@ impl DraftLists {
 
     /// The levels of request `i`, or `of` them alone.
     fn lists(&self, i: usize, of: Option<u32>) -> Lists<'_> {
-        let first: u32 = self.levels[..i].iter().sum();
-        let (from, count) = of.map_or((0, self.levels[i]), |level| (level, 1));
-        let range = (first + from) as usize * self.width..(first + from + count) as usize * self.width;
+        let rows = of.map_or(self.starts[i]..self.starts[i + 1], |level| {
+            let row = self.starts[i] + level as usize;
+            row..row + 1
+        });
+        let range = rows.start * self.width..rows.end * self.width;
         Lists { tokens: &self.tokens[range.clone()], log_probs: &self.log_probs[range], width: self.width }
     }
 
@@ -70,6 +74,20 @@ impl DraftLists {
         }
         Ok(Array::new(&all, &[beams.each.len(), beams.rows()])?)
     }
+}
+
+/// First row of each request, and the end of the last one's.
+fn starts_of(levels: &[u32]) -> Vec<usize> {
+    let mut starts = vec![0; levels.len() + 1];
+    for (i, &count) in levels.iter().enumerate() {
+        starts[i + 1] = starts[i] + count as usize;
+    }
+    starts
+}
+
+/// A listed id as the target's token.
+fn target_token(map: Option<&[i64]>, id: u32) -> Result<i32> {
+    map.map_or(Ok(id as i32), |map| in_range("target id", map[id as usize], 0, i128::from(i32::MAX)).map(|t| t as i32))
 }
 
 /// True if one of `faults` is of request `i`.
@@ -104,19 +122,12 @@ impl DraftLists {
             let width = width.min(vocab);
             let mut top = TopK::default();
             top.compute(logits, vocab, width)?;
-            let token = |&id: &u32| match map {
-                None => Ok(id as i32),
-                Some(map) => in_range("target id", map[id as usize], 0, i128::from(i32::MAX)).map(|t| t as i32),
-            };
-            let tokens = top.ids().iter().map(token).collect::<Result<Vec<_>>>()?;
+            let tokens = top.ids().iter().map(|&id| target_token(map, id)).collect::<Result<Vec<_>>>()?;
+            let starts = starts_of(&levels);
             let mut faults: Vec<Error> = Vec::new();
-            let (mut last, mut end) = (None, levels.first().copied().unwrap_or(0) as usize);
-            let mut request = 0;
+            let mut last = None;
             for (row, fault) in top.faults() {
-                while row >= end {
-                    request += 1;
-                    end += levels[request] as usize;
-                }
+                let request = starts.partition_point(|&start| start <= row) - 1;
                 if last.replace(request) != Some(request) {
                     faults.push(match fault {
                         Error::NonFinite { what, value, row, position, index, .. } => {
@@ -127,26 +138,57 @@ impl DraftLists {
                 }
             }
             let (ids, log_probs) = (top.ids().to_vec(), top.log_probs().to_vec());
-            Ok(Self { ids, tokens, log_probs, width, levels, faults, beams: Mutex::default() })
+            Ok(Self { ids, tokens, log_probs, width, levels, starts, faults, beams: Mutex::default() })
         })
     }
 
-    /// Tokens of a level.
-    #[getter]
-    fn width(&self) -> usize {
-        self.width
+    /// The lists that a device has made: `ids` (int32) and `log_probs` (float32), [rows, width] each; a row whose `sound`
+    /// (int32 [rows]) is 0 has no distribution.
+    #[staticmethod]
+    #[pyo3(signature = (ids, log_probs, sound, levels, target_ids=None))]
+    fn of(
+        py: Python<'_>,
+        ids: &Bound<'_, PyAny>,
+        log_probs: &Bound<'_, PyAny>,
+        sound: &Bound<'_, PyAny>,
+        levels: Vec<Int>,
+        target_ids: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let levels = u32s("levels", &levels)?;
+        let starts = starts_of(&levels);
+        let rows = starts[levels.len()];
+        let ids = Tensor::import(ids, "ids", None)?;
+        let [listed, width] = ids.dims("shape [levels of all requests, width]")?;
+        same_len("lists", listed, "the levels", rows)?;
+        in_range("width", width as u64, 1, MAX_TOPK.into())?;
+        let log_probs = Tensor::import(log_probs, "log-probabilities", None)?;
+        let sound = Tensor::import(sound, "sound", None)?;
+        let map = Tensor::import_option(target_ids, "target ids")?;
+        let vocab =
+            map.as_ref().map(|t| t.dims("shape [draft vocabulary]")).transpose()?.map_or(i32::MAX as usize, |[n]| n);
+        let map = map.as_ref().map(|t| t.input::<i64>(&[vocab])).transpose()?;
+        let (ids, sound) = (ids.input::<i32>(&[rows, width])?, sound.input::<i32>(&[rows])?);
+        let log_probs = log_probs.input::<f32>(&[rows, width])?;
+        detached(py, || {
+            let good = |&id: &i32| in_range("listed token", id, 0, vocab as i128 - 1).map(|id| id as u32);
+            let ids = ids.iter().map(good).collect::<Result<Vec<_>>>()?;
+            let tokens = ids.iter().map(|&id| target_token(map, id)).collect::<Result<Vec<_>>>()?;
+            let log_probs = log_probs.iter().map(|p| p.min(0.0)).collect(); // sums in f32 may exceed 1
+            let mut faults = Vec::new();
+            for (request, rows) in starts.windows(2).enumerate() {
+                if let Some(row) = (rows[0]..rows[1]).find(|&row| sound[row] == 0) {
+                    let (request, row, what, value) = (request as i64, row as i64, "draft logits", "not finite");
+                    faults.push(Error::NonFinite { what, value, request, row, position: -1, index: -1 });
+                }
+            }
+            Ok(Self { ids, tokens, log_probs, width, levels, starts, faults, beams: Mutex::default() })
+        })
     }
 
     /// Listed tokens in the draft's vocabulary, int32 [rows, width].
     #[getter]
     fn ids(&self) -> PyResult<Array> {
         Ok(Array::new(bytemuck::cast_slice::<u32, i32>(&self.ids), &[self.ids.len() / self.width, self.width])?)
-    }
-
-    /// Their log-probabilities, float32 [rows, width].
-    #[getter]
-    fn log_probs(&self) -> PyResult<Array> {
-        Ok(Array::new(&self.log_probs, &[self.ids.len() / self.width, self.width])?)
     }
 
     /// A `NonFiniteError` for each request that has no drafts, with `request` (its place in the batch), and `row` and

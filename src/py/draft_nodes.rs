@@ -13,8 +13,8 @@ use crate::error::{Result, in_range};
 type Table = (Vec<Int>, Vec<f64>, f64);
 /// A request: its last token, what each source proposes, levels of its tree at most, and its grammar.
 type Asked<'py> = (Int, Vec<Option<Bound<'py, DraftProposal>>>, Int, Option<Bound<'py, GrammarTracker>>);
-/// A round's cost: seconds of the target's passes, those beside them, the limit, and rows that a tree may take.
-type Cost = (Table, f64, f64, Vec<Int>);
+/// A round's cost: seconds of the target's passes, those beside them, and rows that a tree may take.
+type Cost = (Table, f64, Vec<Int>);
 
 fn table((rows, seconds, pace): Table) -> Result<PassTable> {
     PassTable::new(u32s("rows of a pass", &rows)?, seconds, pace)
@@ -25,10 +25,10 @@ fn table((rows, seconds, pace): Table) -> Result<PassTable> {
 /// the most tokens a second.
 ///
 /// Each request is (last token, proposal of each source or `None`, levels of its tree at most, grammar or `None`).
-/// `nodes`: of a tree at most, root included. `cost` is (table, seconds of the round beside the target's pass,
-/// seconds that the round may take, tiers). The table has the target's passes: (row counts, seconds of a pass of each,
-/// factor on them), interpolated. `tiers` are the rows that a tree may take, ascending, where all trees take as many; else
-/// there are none, and each node takes a row. Without a cost all nodes stay, and the round takes 0 seconds.
+/// `nodes`: of a tree at most, root included. `cost` is (table, seconds of the round beside the target's pass, tiers).
+/// The table has the target's passes: (row counts, seconds of a pass of each, factor on them), interpolated. `tiers` are
+/// the rows that a tree may take, ascending, where all trees take as many; else there are none, and each node takes a
+/// row. Without a cost all nodes stay, and the round takes 0 seconds.
 #[pyfunction]
 #[pyo3(signature = (requests, calibration, vocab, nodes, cost=None))]
 pub(super) fn choose_drafts(
@@ -41,9 +41,9 @@ pub(super) fn choose_drafts(
 ) -> PyResult<(Vec<MergedDrafts>, f64, f64)> {
     in_range("requests", requests.len() as u64, 1, MAX_BATCH.into())?;
     let (vocab, nodes) = (vocab.u32("vocab")?, nodes.u32("nodes")?);
-    let cost = cost.map(|(target, beside, limit, tiers)| {
+    let cost = cost.map(|(target, beside, tiers)| {
         let tiers = u32s("tier", &tiers)?;
-        table(target).map(|target| RoundCost { target, beside, limit, tiers })
+        table(target).map(|target| RoundCost { target, beside, tiers })
     });
     let cost = cost.transpose()?;
     let nothing = Proposal::default();

@@ -61,8 +61,12 @@ for shape in "${shapes[@]}"; do
 done
 others=$(printf ' or %s' "${shapes[@]}")
 queue run_file "$root/tests/python/engine/test_gpu_engine.py" others "not (${others# or })"
+for form in DFlash JetSpec Markov GRU P-EAGLE; do
+    queue run_file "$root/tests/python/engine/test_gpu_blocks.py" "$form" "$form"
+done
+queue run_file "$root/tests/python/engine/test_gpu_blocks.py" others "not (DFlash or JetSpec or Markov or GRU or P-EAGLE)"
 for file in "${files[@]}"; do
-    case $file in */test_gpu_engine.py) continue ;; esac
+    case $file in */test_gpu_engine.py | */test_gpu_blocks.py) continue ;; esac
     queue run_file "$file"
 done
 
@@ -88,6 +92,7 @@ cases() {
     case $1 in
     test_gpu_attention) echo "small or skipped or empty or refused or pages_and_their_order or rounded" ;;
     test_gpu_attention_hostile) echo "skipped or zeros or refused or numbers or any_number" ;;
+    test_gpu_attention_blocks) echo "64-4 or 96-7" ;;
     test_gpu_attention_pages) echo "skipped or refused or draft_steps or values" ;;
     test_gpu_plan)
         echo "recorded or no_tree_has or do_not_fit or clamped or none_of_the_pool or whole_lanes or tail_copies[3]" \
@@ -109,7 +114,7 @@ cases() {
 whole() {
     case $1 in
     test_gpu_engine* | test_gpu_flight | test_gpu_graph | test_gpu_driver_calls | test_gpu_products | test_gpu_replay) true ;;
-    test_gpu_load | test_gpu_overlap) true ;;
+    test_gpu_load | test_gpu_overlap | test_gpu_blocks) true ;;
     *) false ;;
     esac
 }

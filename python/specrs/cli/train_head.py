@@ -1,4 +1,4 @@
-"""``specrs train-head MODEL --out DIR``: train an EAGLE-3 draft head for a model, on one GPU or the CPU.
+"""``specrs train-head MODEL --out DIR``: train a draft head for a model, on one GPU or the CPU.
 
 It learns from text of yours (``--text``) and from the model's own answers: to your prompts (``--prompts``), and to
 beginnings cut from the text. About one document in twenty is held out, and the report is of those. Ctrl-C ends the
@@ -21,14 +21,17 @@ if TYPE_CHECKING:
     from specrs.train.documents import Document
 
 _TRAINING: dict[str, tuple[type, str, str]] = {
+    "form": (str, "NAME", "eagle3, dspark or dflash (default: eagle3)"),
     "minutes": (float, "N", "train for so long, answers included (default: 10)"),
     "tokens": (int, "N", "train on so many tokens instead"),
-    "layers": (int, "N", "decoder layers of the head (default: 1)"),
+    "layers": (int, "N", "decoder layers of the head (default: 1; of dspark and dflash 2)"),
     "length": (int, "N", "tokens of a row of text (default: 1024; on a CPU 256)"),
     "batch": (int, "N", "rows of a step (default: 32; on a CPU 4)"),
     "rate": (float, "R", "highest learning rate (default: 0.003)"),
     "draft_vocab": (int, "N", "tokens that the head can draft (default: a quarter of the model's, 4096 to 32768)"),
     "intermediate": (int, "N", "inner width of the head's MLP (default: the model's)"),
+    "block": (int, "N", "of dspark and dflash, levels of a block (default: 7)"),
+    "markov_rank": (int, "N", "of dspark, width of its Markov head (default: 128)"),
     "answer_tokens": (int, "N", "most tokens of an answer; 0: learn from the text alone (default: 256)"),
     "seed": (int, "N", "seed of weights, order and answers (default: 0)"),
 }
@@ -82,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     session = Session(asked, lambda line: print(f"[{line}]", file=sys.stderr))
     report = session.run()
     print(report.text())
-    examined = doctor.examined(session.model, args.out, {"device": session.device})
+    examined = doctor.examined(session.model, args.out, {"device": session.measured_on})
     for problem in examined.problems:
         print(f"doctor, {problem.section}, {problem.name}: {problem.problem}; remedy: {problem.remedy}")
     if not examined.problems:

@@ -296,8 +296,10 @@ class BlockEngineConfig(EngineConfig):
         if isinstance(self.tree, TreeShape):
             most = max(self.tree.draft_tokens, self.tree.steps + 1)
         else:
-            depth = max((_LEAST_DEPTH, *(s.depth for s in self.sources)))
-            most = 1 + max(min(depth, _MOST_DEPTH), self.levels)
+            depth = min(max((_LEAST_DEPTH, *(s.depth for s in self.sources))), _MOST_DEPTH)
+            if not self._on_host:
+                depth = AUTO_GPU_TREE.draft_tokens - 1
+            most = 1 + max(depth, self.levels)
         most = max(most, self.rows, 2)
         return TreeShape(1, most - 1, most)
 
@@ -333,24 +335,33 @@ def _drafters(asked: object) -> tuple[str | Drafter, ...] | None:
                 raise ConfigError(f"{where}: must be one of {', '.join(map(repr, NAMES))}, or a drafter")
             name = one
         else:
-            its, depth = getattr(one, "name", None), getattr(one, "depth", None)
-            if not isinstance(its, str) or not its:
-                raise ConfigError(f"{where}: a drafter has a name, a text; this one's is {its!r}")
-            name = its
-            if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-                raise ConfigError(f"{where}: a drafter's depth is an integer of at least 1; this one's is {depth!r}")
-            if isinstance(one, type) or not callable(getattr(one, "begin", None)):
-                raise ConfigError(f"{where}: a drafter has a method begin(request)")
-            if name == HEAD:
-                raise ConfigError(f"{where}: {HEAD!r} names the draft head")
-            if name == GRAMMAR:
-                raise ConfigError(f"{where}: {GRAMMAR!r} names what a request's grammar forces")
-            one = one if isinstance(one, Source) else Source(its, depth, one)
+            one = _source(one, where)
+            name = one.name
         if name in names:
             raise ConfigError(f"{where}: a drafter of the name {name!r} stands before it")
         names.add(name)
         kept.append(one)
     return tuple(kept)
+
+
+def _source(drafter: object, where: str) -> Source:
+    """Check a drafter that a user gave as an object. Errors begin with ``where``.
+
+    Raises:
+        ConfigError: the object is no drafter, or has a name with another meaning.
+    """
+    name, depth = getattr(drafter, "name", None), getattr(drafter, "depth", None)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{where}: a drafter has a name, a text; this one's is {name!r}")
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+        raise ConfigError(f"{where}: a drafter's depth is an integer of at least 1; this one's is {depth!r}")
+    if isinstance(drafter, type) or not callable(getattr(drafter, "begin", None)):
+        raise ConfigError(f"{where}: a drafter has a method begin(request)")
+    if name == HEAD:
+        raise ConfigError(f"{where}: {HEAD!r} names the draft head")
+    if name == GRAMMAR:
+        raise ConfigError(f"{where}: {GRAMMAR!r} names what a request's grammar forces")
+    return drafter if isinstance(drafter, Source) else Source(name, depth, cast(Drafter, drafter))
 
 
 def tree_shape(tree: object) -> TreeShape | None:

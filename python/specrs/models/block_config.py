@@ -65,7 +65,7 @@ class BlockConfig(FusedConfig):
         markov_rank: width of the Markov head's embeddings.
         gru: sizes of Domino's correction; ``None`` without one.
         confidence: inputs of the confidence head, which is read and not used; ``None`` without one.
-        embedding_scale: factor on embeddings.
+        embedding_scale: factor on embeddings; ``None`` where the file says none, so that it is 1.
         logit_scale: factor on logits.
         logit_cap: c in c * tanh(x / c) of a scaled logit x; ``None`` without a cap.
     """
@@ -78,7 +78,7 @@ class BlockConfig(FusedConfig):
     markov_rank: int
     gru: Gru | None
     confidence: int | None
-    embedding_scale: float
+    embedding_scale: float | None
     logit_scale: float
     logit_cap: float | None
     layers_key: ClassVar[str] = "target_layer_ids"
@@ -109,14 +109,16 @@ class BlockConfig(FusedConfig):
         _check_form(get, keys, form)
         anchor = _agreeing(keys, ("sample_from_anchor", "shift_label"), form.anchor)
         notes = unread_keys(get, BLOCK_KEYS)
-        rank = keys.integer("markov_rank", 0, minimum=0)
+        # A file of speculators leaves out what its classes have as defaults.
+        given, dspark = form.speculators is not None, form.speculators == "dspark"
+        rank = keys.integer("markov_rank", 256 if dspark else 0, minimum=0)
         if rank and (kind := keys.raw.get("markov_head_type") or "vanilla") not in MARKOV:
             keys.refuse("markov_head_type", kind, f"implemented: {', '.join(MARKOV)}")
         confidence = None
-        if keys.boolean("enable_confidence_head", bool(keys.raw.get("confidence_head_alpha"))):
-            confidence = layer.hidden_size + (rank if keys.boolean("confidence_head_with_markov", False) else 0)
+        if keys.boolean("enable_confidence_head", dspark or bool(keys.raw.get("confidence_head_alpha"))):
+            confidence = layer.hidden_size + (rank if keys.boolean("confidence_head_with_markov", dspark) else 0)
             notes.append("it has a confidence head, which is not used: drafts are worth what verified ones were")
-        if form.speculators == "dspark" and keys.raw.get("sample_from_anchor") is None:
+        if dspark and keys.raw.get("sample_from_anchor") is None:
             notes.append(
                 "sample_from_anchor is absent and taken as true, as the form is trained; vLLM takes it as false"
             )
@@ -136,7 +138,7 @@ class BlockConfig(FusedConfig):
             target_hidden_size=get.integer("target_hidden_size", layer.hidden_size),
             aux_layers=aux,
             target_layers=target_layers(get),
-            block_size=keys.integer("block_size", minimum=1 if anchor else 2, maximum=_MOST_ROWS),
+            block_size=keys.integer("block_size", 8 if given else None, minimum=1 if anchor else 2, maximum=_MOST_ROWS),
             mask_token=keys.integer("mask_token_id", minimum=0, maximum=vocab_size - 1),
             causal=_agreeing(keys, _CAUSAL, False),
             anchor=anchor,
@@ -144,7 +146,9 @@ class BlockConfig(FusedConfig):
             markov_rank=rank,
             gru=_gru(keys) if form.name == "Domino" else None,
             confidence=confidence,
-            embedding_scale=keys.number("input_embedding_scale", 1.0),
+            embedding_scale=None
+            if keys.raw.get("input_embedding_scale") is None
+            else keys.number("input_embedding_scale"),
             logit_scale=keys.number("output_multiplier", 1.0),
             logit_cap=keys.number("final_logit_softcapping") if keys.raw.get("final_logit_softcapping") else None,
             form=form,

@@ -109,6 +109,12 @@ class BlockHead:
         """Return memory for the KV of the head's own layers; its slots are those of the target's cache."""
         return new_cache(self.config, self.config.num_layers, num_pages, page_size, self.placement, dtype)
 
+    def reserve(self, rows: int, block_rows: int) -> None:
+        """Reserve memory for `write` over so many rows, and for blocks of so many rows in all."""
+        self._write_work.reserve(rows)
+        for work in (self._work, self._tail_work, self._logits):
+            work.reserve(block_rows)
+
     def products(self) -> Iterator[tuple[str, Linear]]:
         """Yield every product of the head, with the name of its weight."""
         yield "fc", self._fc
@@ -158,7 +164,7 @@ class BlockHead:
             return logits, t["hidden"]
         x, last = w["x"], len(self._tails) - 1
         self.embedding.lookup(tokens, x)
-        if self.config.embedding_scale != 1.0:
+        if self.config.embedding_scale not in (None, 1.0):
             x.mul_(self.config.embedding_scale)
         for i, (qkv, norm, tail) in enumerate(zip(self._qkv, self._norms, self._tails, strict=True)):
             qkv.forward(x, w["qkv"], None, norm, self._eps)

@@ -107,10 +107,6 @@ def placed(
 
 def why_not(sizes: ModelConfig | HeadConfig) -> str | None:
     """Return the reason why a GPU does not run a model, or a head, or ``None`` where it does."""
-    if isinstance(sizes, BlockConfig):
-        return f"a {sizes.form_name} head drafts blocks, which only the CPU does yet"
-    if isinstance(sizes, Eagle3Config) and sizes.levels:
-        return f"a {sizes.form_name} head drafts all levels in one pass, which only the CPU does yet"
     cap = sizes.block.score_cap if isinstance(sizes, ModelConfig) else None
     capped = cap is not None
     if cap is not None and not _CAPS[0] <= cap <= _CAPS[1]:
@@ -123,7 +119,9 @@ def why_not(sizes: ModelConfig | HeadConfig) -> str | None:
     if sizes.vocab_size > _MOST_VOCABULARY:
         return f"vocab_size = {sizes.vocab_size}: sampling on a GPU takes at most {_MOST_VOCABULARY}"
     tokens = sizes.vocab_size if isinstance(sizes, ModelConfig) else sizes.draft_vocab_size
-    widths = (sizes.hidden_size, sizes.qkv_size, sizes.q_size, sizes.intermediate_size, tokens)
+    widths = [sizes.hidden_size, sizes.qkv_size, sizes.q_size, sizes.intermediate_size, tokens]
+    if isinstance(sizes, BlockConfig):
+        widths += [sizes.markov_rank, *(() if sizes.gru is None else (sizes.gru.state, sizes.gru.inner))]
     if isinstance(sizes, Eagle3Config) and sizes.norm_before_fc and sizes.aux_size > _MOST_NORMED:
         return f"norm_before_fc over {sizes.aux_size} columns: norms on a GPU take at most {_MOST_NORMED}"
     odd = next((n for n in widths if n % 8), None)

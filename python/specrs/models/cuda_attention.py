@@ -34,7 +34,7 @@ _SCHEDULES = 64 << 20  # bytes of FlashInfer's wrappers: 8 MiB while one is made
 _TILE = 128  # the most rows of a tile of FlashInfer's, a query head of a group counted as a row
 _LIST_TILES = (16, 64)  # rows of such a tile where each list has one query, of groups up to 16 and of larger ones
 _BLOCKS = 2 * 192  # the most blocks between which its plan splits keys: two for each processor of any GPU there is
-_MOST_BRANCHES = 32  # limit of a draft step: a list of the best lies in the lanes of a warp
+MOST_BRANCHES = 32  # limit of a draft step: a list of the best lies in the lanes of a warp
 _MOST_STEPS = 7  # limit of a branch: as many keys as a row takes one by one, in logical order, beside its own
 
 
@@ -320,8 +320,8 @@ class CudaAttention:
     def __init__(self, dense: CudaDense, tree: TreeShape, kernels: DeviceAttention) -> None:
         slots = tree.topk * tree.steps
         why = ""
-        if tree.topk > _MOST_BRANCHES:
-            why = f"{tree.topk} branches (K); selection on a GPU takes at most {_MOST_BRANCHES}"
+        if tree.topk > MOST_BRANCHES:
+            why = f"{tree.topk} branches (K); selection on a GPU takes at most {MOST_BRANCHES}"
         elif slots > _MASK_BITS:
             why = f"{slots} draft slots (K * S); attention on a GPU takes at most {_MASK_BITS}"
         elif tree.draft_tokens > _MASK_BITS:

@@ -142,6 +142,15 @@ def _check_fc(weights: Checkpoint, features: int, size: int) -> None:
 
 def _check_block(config: BlockConfig, weights: Checkpoint, target: ModelConfig) -> dict[str, tuple[int, ...]]:
     h, features, rank = config.hidden_size, config.aux_count, config.markov_rank
+    scale = target.block.embedding_scale
+    if scale != 1.0 and config.embedding_scale is None and "embed_tokens.weight" not in weights:
+        why = (
+            f"the target multiplies embeddings by {scale:g}, and the head reads the target's; say in config.json which "
+            f"it was trained with, {scale:g} or 1"
+        )
+        raise UnsupportedModelError(
+            "input_embedding_scale", None, why, weights.path("fc.weight").parent / "config.json"
+        )
     expected: dict[str, tuple[int, ...]] = {
         "fc.weight": (h, features * config.target_hidden_size), "hidden_norm.weight": (h,), "norm.weight": (h,),
     }  # fmt: skip

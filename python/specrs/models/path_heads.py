@@ -57,6 +57,24 @@ class MarkovHead:
             weight, bias = (weights.load(f"markov_head.{self._part}.{name}") for name in ("weight", "bias"))
             self._product = ops.dense.linear(weight, bias)
 
+    @property
+    def pairs(self) -> bool:
+        """True if what scores change by depends on the token before alone (`of_pairs`)."""
+        return self._product is None
+
+    def of_pairs(self, before: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return what the scores of some tokens change by behind each of some tokens: f32 [N, P, M].
+
+        Args:
+            before: int64 [N, P], in the target's vocabulary.
+            ids: int64 [N, M], in the draft's vocabulary.
+        """
+        rows = (
+            _rows(self._at, table, tokens, self._rank).float().view(*tokens.shape, self._rank)
+            for table, tokens in ((self._before, before), (self._scores, ids))
+        )
+        return torch.einsum("npr,nmr->npm", *rows)
+
     def products(self) -> Iterator[tuple[str, Linear]]:
         """Yield the products, with the names of their weights."""
         if self._product is not None:
@@ -151,7 +169,7 @@ def _product(at: Placement, product: Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def _scored(at: Placement, table: Embedding, made: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Products [N, W, M] of rows [N, W, r] and the table's rows of some tokens [N, M]: a sum over the last dimension,
-    which unlike a product of matrices has the same bits whatever the batch."""
+    """Products [N, W, M] in f32 of rows [N, W, r] and the table's rows of some tokens [N, M]: a sum over the last
+    dimension, which unlike a product of matrices has the same bits whatever the batch."""
     n, w, r = made.shape
-    return (made.view(n, w, 1, r) * _rows(at, table, ids, r).view(n, 1, -1, r)).sum(-1)
+    return (made.view(n, w, 1, r).float() * _rows(at, table, ids, r).view(n, 1, -1, r)).sum(-1)

@@ -62,7 +62,8 @@ class Report:
                 curve.setdefault(kind, []).append((point["tokens"], held["loss"][0]))
         bars = {kind: (k.chain, k.bush) for kind, k in found.kinds.items()}
         names = [f"tree {','.join(map(str, shape))}" for shape in (CHAIN, BUSH)]
-        figure.save_head(curve, bars, names, f"EAGLE-3 head of {self.name}, greedy", folder / PLOT)
+        title = f"{self.record['form']} head of {self.name}, greedy"
+        figure.save_head(curve, bars, names, title, folder / PLOT)
         said = {**self.record, "measured": asdict(found)}
         (folder / RECORD).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(self._card(), encoding="utf-8")
@@ -70,9 +71,9 @@ class Report:
     def _card(self) -> str:
         record, found = self.record, self.found
         last = record["curve"][-1]["held_out"]
-        steps = range(1, 1 + max((len(held["loss"]) for held in last.values()), default=0))
+        levels = range(1, 1 + max((len(held["loss"]) for held in last.values()), default=0))
         losses = [
-            ["held-out text", *(f"step {step}" for step in steps)],
+            ["held-out text", *(f"level {level}" for level in levels)],
             *([kind, *(f"{x:.3f}" for x in held["loss"])] for kind, held in last.items()),
             *([f"{kind}, agreement", *(f"{x:.3f}" for x in held["agreement"])] for kind, held in last.items()),
         ]
@@ -90,12 +91,12 @@ class Report:
         cut = "" if record["finished"] else " It was ended before its time."
         return f"""---
 base_model: {self.name}
-tags: [eagle3, speculative-decoding]
+tags: [{record["options"]["form"]}, speculative-decoding]
 ---
 
-# EAGLE-3 head of {self.name}
+# {record["form"]} head of {self.name}
 
-A draft head in the published form (`LlamaForCausalLMEagle3`), by `specrs train-head`.{cut} Its features are the inputs
+A draft head in the published form (`{record["published"]}`), by `specrs train-head`.{cut} Its features are the inputs
 of layers {features} of the model. It drafts {record["options"]["draft_vocab"]} tokens,
 which are {record["coverage"]:.1%} of the text that it was trained on.
 

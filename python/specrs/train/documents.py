@@ -11,6 +11,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -41,6 +42,15 @@ class Document(Generic[_T]):
         """Make a document of content that JSON can have."""
         text = json.dumps([kind, content], ensure_ascii=False, sort_keys=True)
         return cls(kind, content, hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest())
+
+
+def in_turns(documents: Sequence[Document[_T]]) -> Iterator[Document[_T]]:
+    """Yield documents, of each kind one at a time: those at the front are of all kinds, however many these have."""
+    kinds: dict[str, list[Document[_T]]] = defaultdict(list)
+    for document in documents:
+        kinds[document.kind].append(document)
+    for row in zip_longest(*kinds.values()):
+        yield from (document for document in row if document is not None)
 
 
 @dataclass(frozen=True)

@@ -12,46 +12,19 @@ states and trains the head on its own outputs ("training-time test"). The conven
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from specrs.models import HOST, Checkpoint, LayerConfig, ModelConfig
-from specrs.models.layer import norm_weight
+from specrs.models import ModelConfig
+from specrs.train.heads import Head, HeadSizes, Lesson, counted, feature_layers, in_parts
 from specrs.train.layers import GatedMLP, Projections, RMSNorm, merge_heads, rope_table
 
-FEATURES = 3
-_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}  # logits that are in memory at once
-
-
-def feature_layers(layers: int) -> tuple[int, ...]:
-    """Return the layers whose input is a feature: the default of sglang, vLLM and the package."""
-    return (2, layers // 2, layers - 3)
-
-
-@dataclass(frozen=True)
-class HeadSizes(LayerConfig):
-    """Sizes of a head. Its layers have the target's shape, but for the MLP; their rotary embedding has no scaling."""
-
-    vocab_size: int
-    draft_vocab_size: int
-    num_layers: int
-
-    @classmethod
-    def of(cls, target: ModelConfig, draft_vocab_size: int, intermediate_size: int, num_layers: int) -> HeadSizes:
-        """Return the sizes of a head for a target."""
-        layer = {each.name: getattr(target, each.name) for each in fields(LayerConfig)}
-        layer["intermediate_size"] = intermediate_size
-        return cls(**layer, vocab_size=target.vocab_size, draft_vocab_size=draft_vocab_size, num_layers=num_layers)
+STEPS = 6
+"""Unrolled steps of a training."""
 
 
 class Layer(nn.Module):
@@ -128,81 +101,27 @@ class _Keys:
         return *self._first, kc, vc, torch.arange(self._chain, device=k.device) < used
 
 
-@dataclass(frozen=True)
-class Lesson:
-    """What a head learns from rows of text: everything but the embeddings is flat, [B * T, ...].
+class Eagle3(Head):
+    """The head.
 
-    Attributes:
-        embeds: [B, T, h]: the embedding of the token at p + 1.
-        features: [B, T, 3h].
-        pieces: int64 [B, T]: a number for each piece of text, ascending; pieces do not see each other.
-        wanted: the distribution over the draft vocabulary that position p should give.
-        best: the draft id of the target's own answer; -1 where the vocabulary lacks it.
+    Args:
+        positions: tokens of a row of text, at most.
+        levels: unrolled steps.
     """
 
-    embeds: Tensor
-    features: Tensor
-    pieces: Tensor
-    wanted: Tensor
-    best: Tensor
-
-    def split(self, rows: int) -> Iterable[Lesson]:
-        """Yield lessons of so many rows of text."""
-        batch, length = self.pieces.shape
-        for first in range(0, batch, rows):
-            part = slice(first, first + rows)
-            flat = slice(first * length, (first + rows) * length)
-            yield Lesson(self.embeds[part], self.features[part], self.pieces[part], self.wanted[flat], self.best[flat])
-
-
-class Eagle3(nn.Module):
-    """The head. Embeddings are the target's, frozen, and are passed in. Names are those of published files."""
-
     rope: Tensor
-    d2t: Tensor
-    t2d: Tensor
+    decay = 0.9
+    title, published = "EAGLE-3", "LlamaForCausalLMEagle3"
 
-    def __init__(self, sizes: HeadSizes, positions: int, seed: int = 0) -> None:
-        super().__init__()
-        self.sizes = sizes
-        h = sizes.hidden_size
-        self.fc = nn.Linear(FEATURES * h, h, bias=False)
+    def __init__(self, sizes: HeadSizes, positions: int, seed: int = 0, levels: int = STEPS) -> None:
+        super().__init__(sizes)
+        self.levels = levels
         self.midlayer = Layer(sizes, first=True)
         self.layers = nn.ModuleDict({str(i): Layer(sizes, first=False) for i in range(1, sizes.num_layers)})
-        self.norm = RMSNorm(h, sizes.rms_norm_eps)
-        self.lm_head = nn.Linear(h, sizes.draft_vocab_size, bias=False)
-        self.register_buffer("d2t", torch.zeros(sizes.draft_vocab_size, dtype=torch.int64))
-        self.register_buffer("t2d", torch.zeros(sizes.vocab_size, dtype=torch.bool))
         self.register_buffer("rope", rope_table(sizes.head_dim, sizes.rope.theta, positions), persistent=False)
-        generator = torch.Generator().manual_seed(seed)
-        for p in self.parameters():
-            if p.ndim == 2:
-                nn.init.normal_(p, std=0.02, generator=generator)
+        self._randomise(seed)
         self._attend = attend_unrolled
         self._score = self._scores
-
-    @torch.no_grad()
-    def begin_at(self, model: Path, target: ModelConfig, ids: Tensor) -> None:
-        """Take the draft vocabulary, ascending target ids, and begin near the target.
-
-        The head's feature begins as the target's last one, and its last product as the target's own, with a norm that
-        is scaled so that scores differ by about one.
-        """
-        self.d2t.copy_(ids - torch.arange(len(ids)))
-        self.t2d.zero_()
-        self.t2d[ids] = True
-        weights = Checkpoint(model)
-        last = "model.embed_tokens.weight" if target.tie_word_embeddings else "lm_head.weight"
-        self.lm_head.weight.copy_(weights.load(last)[ids])
-        norm = norm_weight(HOST, weights, "model.norm", target.block)
-        assert norm is not None
-        self.norm.weight.copy_(norm / (self.lm_head.weight * norm).norm(dim=-1).mean())
-        self.fc.weight[:, -self.sizes.hidden_size :] += torch.eye(self.sizes.hidden_size)
-
-    @property
-    def target_ids(self) -> Tensor:
-        """The target's id of every draft id."""
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the draft vocabulary."""
@@ -215,6 +134,9 @@ class Eagle3(nn.Module):
         for layer in self._all_layers():
             layer.qkv = torch.compile(layer.qkv)  # type: ignore[method-assign]
             layer.finish = torch.compile(layer.finish)  # type: ignore[method-assign]
+
+    def attended(self, length: int) -> int:
+        return self.sizes.num_heads * length**2 * self.levels * self.sizes.num_layers
 
     def _all_layers(self) -> list[Layer]:
         layers = list(chain([self.midlayer], self.layers.values()))
@@ -245,78 +167,37 @@ class Eagle3(nn.Module):
         return outputs
 
     def _scores(self, hidden: Tensor, wanted: Tensor, best: Tensor, chained: Tensor) -> Tensor:
-        """float32 [4] of rows: sum of cross-entropies, their number, answers that are named first, chained rows.
+        return counted(self.logits(hidden), wanted, best, chained)
 
-        Only rows that continue a chain count, and for the cross-entropy only those whose answer can be drafted.
-        """
-        logits = self.logits(hidden).float()
-        scored = chained & (best >= 0)
-        ce = -(wanted.float() * F.log_softmax(logits, dim=-1)).sum(-1)
-        right = (logits.argmax(-1) == best) & chained
-        return torch.stack([(ce * scored).sum(), scored.sum(), right.sum(), chained.sum()])
-
-    def scores(self, lesson: Lesson, steps: int) -> Tensor:
-        """float32 [steps, 4]: `_scores` of every step. Logits of few rows at a time are in memory, and are computed
-        again for the gradient."""
+    def scores(self, lesson: Lesson) -> Tensor:
         pieces = lesson.pieces.flatten()
-        rows = max(_LOGITS[pieces.device.type] // self.sizes.draft_vocab_size, 1)
-        outputs = self.unroll(lesson.embeds, lesson.features, lesson.pieces, steps)
         total = []
-        for j, hidden in enumerate(outputs):
+        for j, hidden in enumerate(self.unroll(lesson.embeds, lesson.features, lesson.pieces, self.levels)):
             # The answer stands at p + 1, whose scores a piece must have; the chain began at p - j.
             chained = torch.zeros_like(pieces, dtype=torch.bool)
             chained[j : len(pieces) - 1] = (pieces[j:-1] == pieces[j + 1 :]) & (
                 pieces[: len(pieces) - 1 - j] == pieces[j:-1]
             )
-            each = (hidden.flatten(0, 1), lesson.wanted, lesson.best, chained)
-            parts = [
-                checkpoint(
-                    self._score, *(x[first : first + rows] for x in each), use_reentrant=False, preserve_rng_state=False
-                )
-                for first in range(0, len(chained), rows)
-            ]
-            total.append(torch.stack(parts).sum(0))
+            rows = (hidden.flatten(0, 1), lesson.wanted, lesson.best, chained)
+            total.append(in_parts(self._score, self.sizes.draft_vocab_size, *rows))
         return torch.stack(total)
 
-
-def wanted_of(scores: Tensor, ids: Tensor, drafts: Tensor, hard: float) -> tuple[Tensor, Tensor]:
-    """Return the distribution over the draft vocabulary that the target's scores [N, V] ask for, and the draft id of
-    their first choice, -1 where there is none.
-
-    It is the target's, renormalised, with a share `hard` moved to its first choice: a greedy verifier asks for that
-    alone, a sampling one for the whole distribution. ids: target id of each draft id; drafts: draft id of each target
-    id, or -1.
-    """
-    best = drafts[scores.argmax(-1)]
-    wanted = torch.softmax(scores[:, ids].float(), dim=-1) * (1 - hard)
-    peak = wanted.argmax(-1, keepdim=True)
-    wanted.scatter_add_(-1, peak, torch.full_like(peak, hard, dtype=wanted.dtype))
-    return wanted, best
-
-
-def save(head: Eagle3, target: ModelConfig, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write config.json and model.safetensors in the published form.
-
-    The configuration names no `eagle_aux_hidden_state_layer_ids`: engines disagree whether it means a layer's input or
-    its output, and agree on the default (the inputs of layers 2, n/2 and n-3), which is what this head uses.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    s, name = head.sizes, str(dtype).removeprefix("torch.")
-    ids = {"bos_token_id": target.bos_token_id, "eos_token_id": next(iter(target.eos_token_ids), None)}
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "dtype": name, "torch_dtype": name,
-        "vocab_size": s.vocab_size, "hidden_size": s.hidden_size, "num_attention_heads": s.num_heads,
-        "num_key_value_heads": s.num_kv_heads, "head_dim": s.head_dim, "hidden_act": "silu", "attention_bias": False,
-        "mlp_bias": False, "rope_theta": s.rope.theta, "rope_scaling": None, "rms_norm_eps": s.rms_norm_eps,
-        "max_position_embeddings": s.max_position_embeddings, **ids, "num_hidden_layers": s.num_layers,
-        "intermediate_size": s.intermediate_size, "draft_vocab_size": s.draft_vocab_size, "tie_word_embeddings": False,
-        "target_hidden_size": s.hidden_size, "eagle_config": {"use_aux_hidden_state": True},
-        "specrs": {
-            "aux_layer_inputs": list(feature_layers(target.num_layers)), "target_num_hidden_layers": target.num_layers,
-        },
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    tensors = {
-        name: (t if name in ("d2t", "t2d") else t.to(dtype)).cpu().contiguous() for name, t in head.state_dict().items()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    def _config(self, target: ModelConfig) -> Mapping[str, Any]:
+        # It names no `eagle_aux_hidden_state_layer_ids`: engines disagree whether it means a layer's input or its
+        # output, and agree on the default (the inputs of layers 2, n/2 and n-3), which is what this head uses.
+        s = self.sizes
+        ids = {"bos_token_id": target.bos_token_id, "eos_token_id": next(iter(target.eos_token_ids), None)}
+        return {
+            "architectures": [self.published], "model_type": "llama", "vocab_size": s.vocab_size,
+            "hidden_size": s.hidden_size, "num_attention_heads": s.num_heads, "num_key_value_heads": s.num_kv_heads,
+            "head_dim": s.head_dim, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+            "rope_theta": s.rope.theta, "rope_scaling": None, "rms_norm_eps": s.rms_norm_eps,
+            "max_position_embeddings": s.max_position_embeddings, **ids, "num_hidden_layers": s.num_layers,
+            "intermediate_size": s.intermediate_size, "draft_vocab_size": s.draft_vocab_size,
+            "tie_word_embeddings": False, "target_hidden_size": s.hidden_size,
+            "eagle_config": {"use_aux_hidden_state": True},
+            "specrs": {
+                "aux_layer_inputs": list(feature_layers(target.num_layers)),
+                "target_num_hidden_layers": target.num_layers,
+            },
+        }  # fmt: skip

@@ -60,8 +60,8 @@ def rope_table(head_dim: int, theta: float, length: int) -> Tensor:
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotate x [B, heads, T, d] by rope [T, 2, d] (the table's rows at x's positions)."""
-    cos, sin = rope[:, 0], rope[:, 1]
+    """Rotate x [B, heads, T, d] by rope [T, 2, d] or [B, 1, T, 2, d] (the table's rows at x's positions)."""
+    cos, sin = rope[..., 0, :], rope[..., 1, :]
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
     y: Tensor = (x.float() * cos + turned * sin).to(x.dtype)

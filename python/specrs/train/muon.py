@@ -77,11 +77,11 @@ class MuonAdamW:
 
 
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(matrices for Muon, the rest): embeddings, output heads and norms stay with AdamW."""
+    """(matrices for Muon, the rest): embeddings, output heads, Markov heads and norms stay with AdamW."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, p in model.named_parameters():
-        outer = p.ndim < 2 or "embed" in name or "lm_head" in name
+        outer = p.ndim < 2 or any(part in name for part in ("embed", "lm_head", "markov"))
         (others if outer else matrices).append(p)
     return matrices, others
 

@@ -54,6 +54,14 @@ def pack(docs: Sequence[Tokens], length: int, rng: np.random.Generator | None) -
     return rows if rng is None else rows[torch.from_numpy(rng.permutation(count))]
 
 
+def anchors_of(rows: Rows, every: int, seed: Sequence[int]) -> Tensor:
+    """Return int64 [N, length // every]: of each ``every`` places of a row one, at random by the seed."""
+    count, length = rows.tokens.shape
+    cells = length // every
+    drawn = np.random.default_rng(list(seed)).integers(0, every, size=(count, cells))
+    return torch.from_numpy(drawn + every * np.arange(cells))
+
+
 @dataclass
 class Stream:
     """Batches of rows without end: the model's answers, and of the user's text up to as much.

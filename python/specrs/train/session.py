@@ -20,12 +20,13 @@ from specrs.engine.config import EngineConfig
 from specrs.engine.devices.placing import Site, Wanted
 from specrs.engine.prompts import load_tokenizer
 from specrs.measuring import machine
-from specrs.models import ModelConfig, follow_torch, has_recurrent_state, locate
-from specrs.train import eagle3
+from specrs.models import ModelConfig, check_draft, follow_torch, has_recurrent_state, locate
+from specrs.models.cuda import why_not
 from specrs.train.answers import Answer, Prompt, Writer, beginnings
 from specrs.train.card import Report
 from specrs.train.checkpoint import Checkpoint, model_digest
-from specrs.train.documents import Document, Documents, read_text
+from specrs.train.documents import Document, Documents, in_turns, read_text
+from specrs.train.heads import feature_layers
 from specrs.train.measured import Engines, measured
 from specrs.train.rows import Tokens
 from specrs.train.teacher import Teacher
@@ -75,6 +76,7 @@ class Session:
     Attributes:
         model: directory of the model.
         device: name of the device, as options have it.
+        measured_on: that of the report, the CPU where a GPU does not run such heads; known once the head is there.
 
     Raises:
         ConfigError: options, files, or a model that will not do; nothing has been written then.
@@ -87,7 +89,7 @@ class Session:
         self.model = locate(asked.model or assets.model_dir(), "model", progress=asked.progress)
         self._sizes = ModelConfig.from_directory(self.model)
         self._site = self._placed()
-        self.device = str(self._site.place.device)
+        self.device = self.measured_on = str(self._site.place.device)
         self._options = Options.of(self._sizes, self._site.place.is_host, **asked.options)
         if asked.report_prompts < 1:
             raise ConfigError(f"report_prompts = {asked.report_prompts}: must be at least 1")
@@ -161,7 +163,7 @@ class Session:
                 trainer.load(kept)
             with progress.shares("training", asked.progress) as tell:
                 trainer.train(lambda state: self._checkpoint.save({**written, **state}), lambda: interrupts.came, tell)
-            eagle3.save(trainer.head, self._sizes, asked.out)
+            trainer.head.save(self._sizes, asked.out)
         record = self._record(trainer, texts, spent)
         del trainer
         report = self._report(record)
@@ -194,8 +196,9 @@ class Session:
                     return
                 yield prompt
 
-        held = islice((Prompt(d.kind, d.content, True) for d in given.held_out), _HELD_OUT_ANSWERS)
-        prompts = chain(held, (Prompt(d.kind, d.content) for d in given.kept), of_text())
+        # Time may end the answers, and those that are there should be of every kind.
+        held = islice((Prompt(d.kind, d.content, True) for d in in_turns(given.held_out)), _HELD_OUT_ANSWERS)
+        prompts = chain(held, (Prompt(d.kind, d.content) for d in in_turns(given.kept)), of_text())
         began, seconds = time.perf_counter(), 60 * _ANSWER_TIME * (o.minutes or float("inf"))
         context = min(self._sizes.max_context_len, max(2048, o.length + o.answer_tokens))
         with LLM(
@@ -235,8 +238,9 @@ class Session:
     def _record(self, trainer: Trainer, texts: Texts, spent: float) -> dict[str, Any]:
         return {
             "specrs": __version__, "commit": machine.commit_of(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
-            "finished": trainer.share >= 1, "options": asdict(self._options), "digests": self._digests,
-            "feature_layers": list(eagle3.feature_layers(self._sizes.num_layers)), "coverage": trainer.coverage,
+            "form": trainer.head.title, "published": trainer.head.published, "finished": trainer.share >= 1,
+            "options": asdict(self._options), "digests": self._digests,
+            "feature_layers": list(feature_layers(self._sizes.num_layers)), "coverage": trainer.coverage,
             "counts": {
                 "parameters": sum(p.numel() for p in trainer.head.parameters()), "tokens trained on": trainer.seen,
                 "answers": len(texts.answers), "tokens of answers": sum(map(len, texts.answers)),
@@ -249,10 +253,13 @@ class Session:
 
     def _report(self, record: dict[str, Any]) -> Report:
         asked = self._asked
+        if not self._site.place.is_host and (why := why_not(check_draft(asked.out, self._sizes)[0])) is not None:
+            self._log(f"measuring on the CPU: {why}")
+            self.measured_on = "cpu"
         prompts = self._held_out_prompts()
         context = min(self._sizes.max_context_len, 2048)
-        options = {"device": self.device, "max_context_len": context}
-        tokens = min(_TOKENS[self._site.place.device.type], context // 2)
+        options = {"device": self.measured_on, "max_context_len": context}
+        tokens = min(_TOKENS[self.measured_on.split(":")[0]], context // 2)
         engines = Engines(self.model, asked.out, prompts, tokens, options)
         self._log(f"measuring on {len(prompts)} held-out prompts")
         named = asked.model is not None and not Path(asked.model).is_dir()  # by the hub's name

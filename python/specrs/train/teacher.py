@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specrs._specrs import Geometry, Planner, Pool, TreeShape
 from specrs.models import Ops, load_target
-from specrs.train.eagle3 import Lesson, feature_layers, wanted_of
+from specrs.train.heads import Lesson, feature_layers, wanted_of
 from specrs.train.rows import Rows
 
 _PAGE = 16
@@ -44,8 +44,9 @@ class Teacher:
         self._kv = self._target.new_cache(pages, _PAGE)
 
     @torch.no_grad()
-    def lesson(self, rows: Rows, ids: Tensor, drafts: Tensor, hard: float) -> Lesson:
-        """Return what a head learns from rows; ids, drafts and hard as `wanted_of` takes them."""
+    def lesson(self, rows: Rows, anchors: Tensor, ids: Tensor, drafts: Tensor, hard: float) -> Lesson:
+        """Return what a head learns from rows; anchors as in `Lesson`, ids, drafts and hard as `wanted_of` takes
+        them."""
         device, h = self.place.device, self._target.config.hidden_size
         tokens = rows.tokens.flatten().to(device)
         features, wanted, best = [], [], []
@@ -56,14 +57,19 @@ class Teacher:
             asked, answers = wanted_of(scores, ids, drafts, hard)
             wanted.append(asked.to(keep))
             best.append(answers)
-        embeds = self.place.empty(len(tokens), h)
-        self._target.embedding.lookup(tokens.roll(-1), embeds)
-        shape = rows.tokens.shape
+        shape, behind = rows.tokens.shape, tokens.roll(-1)
         # The answer at p is that of the scores at p + 1.
         return Lesson(
-            embeds.view(*shape, h), torch.cat(features).view(*shape, -1), rows.pieces.to(device),
-            torch.cat(wanted).roll(-1, 0), torch.cat(best).roll(-1, 0),
+            behind.view(shape), self.embedded(behind).view(*shape, h), torch.cat(features).view(*shape, -1),
+            rows.pieces.to(device), anchors.to(device), torch.cat(wanted).roll(-1, 0), torch.cat(best).roll(-1, 0),
         )  # fmt: skip
+
+    @torch.no_grad()
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings [N, h] of tokens, as the model reads them."""
+        out = self.place.empty(len(tokens), self._target.config.hidden_size)
+        self._target.embedding.lookup(tokens, out)
+        return out
 
     def _passes(self, pieces: Tensor) -> Iterator[tuple[int, list[int]]]:
         """Yield the first row and the sizes of the pieces of each pass, by the flattened numbers of pieces."""

@@ -19,14 +19,17 @@ from torch import Tensor
 
 from specrs._specrs import ConfigError, SpecrsError
 from specrs.models import ModelConfig
-from specrs.train.eagle3 import Eagle3, HeadSizes, Lesson
+from specrs.train.block import EVERY, BlockHead
+from specrs.train.eagle3 import Eagle3
+from specrs.train.heads import Head, HeadSizes, Lesson
 from specrs.train.muon import MuonAdamW, learning_rate, split_parameters
-from specrs.train.rows import Rows, Stream, Tokens, pack
+from specrs.train.rows import Rows, Stream, Tokens, anchors_of, pack
 from specrs.train.teacher import Teacher
 
-STEPS = 6
-"""Unrolled steps; step j weighs ``_DECAY ** j``."""
-_DECAY, _HARD, _WEIGHT_DECAY = 0.9, 0.5, 0.05
+FORMS = ("eagle3", "dspark", "dflash")
+"""Forms of heads that can be trained."""
+
+_HARD, _WEIGHT_DECAY = 0.5, 0.05
 _SAVE_SECONDS = 120.0
 _CURVE = 10  # evaluations of a training, beside the one at its beginning
 _SCORES = {"cpu": 1 << 27, "cuda": 1 << 31}  # attention scores of all unrolled steps that are in memory at once
@@ -39,6 +42,7 @@ class Options:
     """Options of a training.
 
     Attributes:
+        form: one of `FORMS`.
         tokens: tokens to train on; ``None``: `minutes` decide.
         minutes: time to train for, the writing of answers included.
         layers: decoder layers of the head.
@@ -49,8 +53,11 @@ class Options:
         draft_vocab: tokens that the head can draft.
         intermediate: inner width of the head's MLPs.
         answer_tokens: most tokens of an answer; 0: the model writes nothing.
+        block: levels of a block; 0 of EAGLE-3.
+        markov_rank: width of DSpark's Markov head; 0 of the others.
     """
 
+    form: str
     tokens: int | None
     minutes: float | None
     layers: int
@@ -61,6 +68,8 @@ class Options:
     draft_vocab: int
     intermediate: int
     answer_tokens: int
+    block: int
+    markov_rank: int
 
     @classmethod
     def of(cls, sizes: ModelConfig, on_host: bool, **given: Any) -> Options:
@@ -70,11 +79,16 @@ class Options:
             ConfigError: a value out of range, by option, value and limit; a model that no such head fits.
         """
         if sizes.num_layers < 3:
-            why = "an EAGLE-3 head reads inputs of layers 2, n/2 and n-3, so a model has at least 3"
+            why = "a head reads inputs of layers 2, n/2 and n-3, so a model has at least 3"
             raise ConfigError(f"num_hidden_layers = {sizes.num_layers}: {why}")
         vocabulary = min(max(sizes.vocab_size // 256 * 64, _LEAST_VOCABULARY), _MOST_VOCABULARY, sizes.vocab_size)
+        form = given.get("form") or FORMS[0]
+        if form not in FORMS:
+            raise ConfigError(f"form = {form!r}: must be one of {', '.join(FORMS)}")
+        blocks = form != "eagle3"
         usual = {
-            "tokens": None, "minutes": None, "layers": 1,
+            "form": form, "tokens": None, "minutes": None, "layers": 2 if blocks else 1,
+            "block": 7 if blocks else 0, "markov_rank": 128 if form == "dspark" else 0,
             "batch": 4 if on_host else 32, "rate": 3e-3, "seed": 0, "draft_vocab": vocabulary,
             "intermediate": sizes.intermediate_size, "answer_tokens": min(256, sizes.max_context_len // 2),
             "length": min(256 if on_host else 1024, sizes.max_context_len),
@@ -86,14 +100,16 @@ class Options:
             "tokens": (1, 10**15), "minutes": (0.01, 10**6), "layers": (1, 16), "batch": (1, 4096), "rate": (1e-7, 1.0),
             "length": (16, sizes.max_context_len), "seed": (0, 2**32 - 1), "draft_vocab": (8, sizes.vocab_size),
             "intermediate": (8, 10**6), "answer_tokens": (0, sizes.max_context_len - 1),
+            "block": (1, 31) if blocks else (0, 0), "markov_rank": (8, 1024) if form == "dspark" else (0, 0),
         }  # fmt: skip
         if values["tokens"] is not None and values["minutes"] is not None:
             raise ConfigError(f"minutes = {values['minutes']} with tokens = {values['tokens']}: one of the two")
         for name, (least, most) in limits.items():
             value = values[name]
             if value is not None and not least <= value <= most:
-                raise ConfigError(f"{name} = {value}: must be {least} to {most}")
-        for name in () if on_host else ("draft_vocab", "intermediate"):
+                of = f" for {form}" if name in ("block", "markov_rank") else ""
+                raise ConfigError(f"{name} = {value}: must be {least}{f' to {most}' * (most > least)}{of}")
+        for name in () if on_host else ("draft_vocab", "intermediate", "markov_rank"):
             if values[name] % 8:
                 raise ConfigError(f"{name} = {values[name]}: products on a GPU take multiples of 8")
         return cls(**values)
@@ -101,6 +117,13 @@ class Options:
     def sizes(self, target: ModelConfig) -> HeadSizes:
         """Return the sizes of the head."""
         return HeadSizes.of(target, self.draft_vocab, self.intermediate, self.layers)
+
+    def head(self, target: ModelConfig) -> Head:
+        """Return a head with random weights."""
+        sizes = self.sizes(target)
+        if self.form == "eagle3":
+            return Eagle3(sizes, self.length, self.seed)
+        return BlockHead(sizes, self.length, self.seed, self.block, self.markov_rank)
 
 
 class TrainingError(SpecrsError):
@@ -146,8 +169,9 @@ class Texts:
     held_out: dict[str, list[Tokens]] = field(default_factory=dict)
 
 
-def frequent_tokens(texts: Texts, vocab: int, size: int) -> tuple[Tensor, float]:
-    """Return the ``size`` tokens most frequent in answers and text, ascending, and the share of both that they cover.
+def frequent_tokens(texts: Texts, vocab: int, size: int) -> tuple[Tensor, float, int]:
+    """Return the ``size`` tokens most frequent in answers and text, ascending, the share of both that they cover, and
+    the first of the tokens that are least frequent.
 
     The answers count more: they are what is drafted.
     """
@@ -158,7 +182,7 @@ def frequent_tokens(texts: Texts, vocab: int, size: int) -> tuple[Tensor, float]
     score = own / max(own.sum(), 1) + 0.3 * theirs / max(theirs.sum(), 1)
     ids = np.sort(np.argsort(-score, kind="stable")[:size])
     counted = own if own.any() else theirs
-    return torch.from_numpy(ids), float(counted[ids].sum() / counted.sum())
+    return torch.from_numpy(ids), float(counted[ids].sum() / counted.sum()), int(score.argmin())
 
 
 class Trainer:
@@ -180,9 +204,11 @@ class Trainer:
     ) -> None:
         self._teacher, self._options = teacher, options
         self._device = teacher.place.device
-        self.head = Eagle3(options.sizes(target), options.length, options.seed)
-        ids, self.coverage = frequent_tokens(texts, target.vocab_size, options.draft_vocab)
+        self.head = options.head(target)
+        ids, self.coverage, rare = frequent_tokens(texts, target.vocab_size, options.draft_vocab)
         self.head.begin_at(model, target, ids)
+        if isinstance(self.head, BlockHead):
+            self.head.mask_by(rare, teacher.embedded(torch.tensor([rare], device=self._device))[0])
         drafts = torch.full((target.vocab_size,), -1)
         drafts[ids] = torch.arange(len(ids))
         self.head.to(self._device)
@@ -190,9 +216,9 @@ class Trainer:
         self._optimiser = MuonAdamW(*split_parameters(self.head), weight_decay=_WEIGHT_DECAY)
         self._stream = Stream(texts.answers, texts.text, options.length, options.batch, options.seed)
         self._held = {kind: self._held_rows(docs) for kind, docs in texts.held_out.items()}
-        scores = target.num_heads * options.length**2 * STEPS * options.layers
-        self._rows = min(options.batch, max(_SCORES[self._device.type] // scores, 1))
-        self._weights = torch.tensor([_DECAY**j for j in range(STEPS)], device=self._device)
+        self._rows = min(options.batch, max(_SCORES[self._device.type] // self.head.attended(options.length), 1))
+        levels = self.head.levels
+        self._weights = torch.tensor([self.head.decay**j for j in range(levels)], device=self._device)
         self._budget = max(60 * (options.minutes or 0) - spent, 1.0)
         self.seen, self.seconds = 0, 0.0
         self.curve: list[dict[str, Any]] = []
@@ -268,7 +294,7 @@ class Trainer:
         self._budget = max(self._budget - (time.perf_counter() - began), 1.0)
 
     def _step(self) -> Tensor:
-        """One step of the optimiser; returns the loss of the first unrolled step."""
+        """One step of the optimiser; returns the loss of the first level."""
         rate = learning_rate(self.share, self._options.rate)
         loss = self._gradients()
         self._optimiser.step(rate)
@@ -276,8 +302,8 @@ class Trainer:
         return loss
 
     def _gradients(self) -> Tensor:
-        """Add the gradients of the next batch; returns the loss of the first unrolled step."""
-        parts = list(self._lesson(self._stream.next()).split(self._rows))
+        """Add the gradients of the next batch; returns the loss of the first level."""
+        parts = list(self._lesson(self._stream.next(), self.seen).split(self._rows))
         first = torch.zeros((), device=self._device)
         for part in parts:
             scores = self._scores(part)
@@ -286,20 +312,21 @@ class Trainer:
             first += each[0].detach() / len(parts)
         return first
 
-    def _lesson(self, rows: Rows) -> Lesson:
-        return self._teacher.lesson(rows, self._ids, self._drafts, _HARD)
+    def _lesson(self, rows: Rows, draw: int) -> Lesson:
+        anchors = anchors_of(rows, EVERY, [self._options.seed, draw])
+        return self._teacher.lesson(rows, anchors, self._ids, self._drafts, _HARD)
 
     def _scores(self, lesson: Lesson) -> Tensor:
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
-            return self.head.scores(lesson, STEPS)
+            return self.head.scores(lesson)
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Add losses and agreement by step on held-out text to the curve."""
+        """Add losses and agreement by level on held-out text to the curve."""
         found: dict[str, dict[str, list[float]]] = defaultdict(dict)
         for kind, rows in self._held.items():
-            total = torch.zeros(STEPS, 4, device=self._device)
-            for part in self._lesson(rows).split(self._rows):
+            total = torch.zeros(len(self._weights), 4, device=self._device)
+            for part in self._lesson(rows, 0).split(self._rows):
                 with torch.compiler.set_stance(
                     "force_eager"
                 ):  # other numbers of rows, which are not worth a compilation

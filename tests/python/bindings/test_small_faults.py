@@ -144,7 +144,7 @@ def long_lists(n: int) -> dict[str, Callable[[], object]]:
         "offsets of paths": lambda: core.Accepts.from_arrays(many, one, one),
         "an accepted path": lambda: drafts.settle(table, calibration),
         "rows of passes": lambda: core.choose_drafts(
-            [(1, [None], 1, None)], calibration, 9, 2, ((table, [1.0] * n, 1.0), 0.0, 1.0, [])
+            [(1, [None], 1, None)], calibration, 9, 2, ((table, [1.0] * n, 1.0), 0.0, [])
         ),
     }
 

@@ -298,27 +298,21 @@ def test_sizes_follow_from_the_block(dflash: Pair, tmp_path: Path) -> None:
     assert LLM(dflash.target, dflash.draft, drafters=["head", "suffix"]).config.deepest == 32
 
 
-def test_a_gpu_refuses_a_block_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And an engine that names no device takes the CPU, with a warning."""
-    for module in ("models.cuda", "engine.devices.placing"):
-        monkeypatch.setattr(f"specrs.{module}.unavailable", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.delenv("SPECRS_DEVICE", raising=False)
-    target = modelzoo.write_target(tmp_path / "target", head_dim=64, vocab_size=304)
-    blockzoo.write_block(tmp_path / "head", "DFlash", replace(SMALL, vocab=304), LAYERS)
-    with monkeypatch.context() as m:
-        m.setattr("specrs.models.loader.Checkpoint.load", lambda *_: pytest.fail("a weight was read"))
-        with pytest.raises(ConfigError, match="'cuda': the draft head: a DFlash head drafts blocks, which only"):
-            LLM(target, tmp_path / "head", device="cuda")
-    with pytest.warns(RuntimeWarning, match="runs on the CPU, not the GPU: the draft head: a DFlash head"):
-        llm = LLM(target, tmp_path / "head")
-    assert llm.device.startswith("cpu (not the GPU: the draft head: a DFlash head")
+def test_a_gpu_takes_a_block_whose_products_it_takes(tmp_path: Path) -> None:
+    big = replace(SMALL, vocab=304, heads=4, kv_heads=2, head_dim=64, inner=96, rank=16)
+    target = ModelConfig.from_directory(modelzoo.write_target(tmp_path / "target", head_dim=64, vocab_size=304))
+    for name, b, why in (
+        ("DFlash", big, None), ("DSpark", replace(big, markov="vanilla"), None),
+        ("DSpark", replace(big, markov="vanilla", rank=12), "a matrix of 12 rows or columns"),
+        ("Domino", replace(big, free=1, state=9), "a matrix of 9 rows or columns"),
+        ("DFlash", replace(big, head_dim=10), "head_dim = 10"),
+    ):  # fmt: skip
+        blockzoo.write_block(tmp_path / "head", name, b, LAYERS)
+        found = why_not(check_draft(tmp_path / "head", target)[0])
+        assert found is None if why is None else found is not None and found.startswith(why)
 
 
 def test_what_cannot_run_a_block_says_so(dflash: Pair, tmp_path: Path) -> None:
-    config, _ = check_draft(dflash.draft, ModelConfig.from_directory(dflash.target))
-    assert why_not(config) == "a DFlash head drafts blocks, which only the CPU does yet"
     with pytest.raises(
         ConfigError, match=r"attention_backend = 'flash_attention': attends causally, and a block of a DFl"
     ):
@@ -330,5 +324,3 @@ def test_what_cannot_run_a_block_says_so(dflash: Pair, tmp_path: Path) -> None:
         for tree in (None, (3, 4, 9)):
             llm = LLM(causal.target, causal.draft, tree=tree, attention_backend="flash_attention")
             check(llm, prompts, params, want)
-    config, _ = check_draft(causal.draft, ModelConfig.from_directory(causal.target))
-    assert why_not(config) == "a P-EAGLE head drafts all levels in one pass, which only the CPU does yet"

@@ -5,7 +5,6 @@ What goes wrong on the draft's side costs acceptance alone: tokens stay exact, a
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +23,6 @@ from reference_drafts import Reference, Target
 from reference_heads import Sizes
 from specrs.engine.devices.head_inputs import ScoredPass
 from specrs.engine.devices.host import HostDrafts
-from specrs.engine.drafting.budget import RATE
 from specrs.engine.drafting.plans import RoundPlan
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.head_state import HeadState
@@ -340,9 +338,7 @@ def test_chains_that_the_cost_model_cuts(pair: Pair, monkeypatch: pytest.MonkeyP
 
     choosing(drafting.gathering, lambda tree: rng.randrange(1, len(tree) + 1), monkeypatch)
     monkeypatch.setattr(policy, "deepen", lambda *_: rng.random() < 0.8)
-    monkeypatch.setattr(policy, "short", lambda *_: 0.0 if rng.random() < 0.8 else RATE)
-    monkeypatch.setattr(policy, "least_loss", lambda *_: -math.inf)
-    monkeypatch.setattr(drafting, "follows", lambda *_: True)
+    monkeypatch.setattr(drafting, "pays", lambda r, *_: r.produced < 2 or rng.random() < 0.8)
     for i in range(4):
         run.add(prompt(i, 6 + i), 40)
         run.step()

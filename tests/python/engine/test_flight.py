@@ -24,7 +24,6 @@ from modelzoo import agree, read_weights, write_eagle3, write_target
 from specrs import LLM, SamplingParams
 from specrs import _specrs as core
 from specrs.engine import RequestOutput, StreamEvent
-from specrs.engine.drafting.budget import RATE
 from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
 from specrs.engine.rounds.head import Head
 
@@ -537,10 +536,8 @@ def test_requests_that_stop_drafting_fly_on_and_come_back(
     device, rng = Told(level=level), random.Random(page)
     llm = flying(world.target, world.draft, monkeypatch, device, max_batch=4, max_context_len=CONTEXT, page_size=page)
     drafting: Any = llm._runner.drafting
-    policy, drafting.tail = drafting.policy, 5
-    monkeypatch.setattr(drafting, "follows", lambda *_: True)
-    monkeypatch.setattr(policy, "short", lambda *_: rng.choice([0.0, RATE, 6 * RATE]))
-    monkeypatch.setattr(policy, "least_loss", lambda *_: -math.inf)
+    drafting.tail = 5
+    monkeypatch.setattr(drafting, "pays", lambda *_: rng.random() < 0.3)
     for _ in range(4):
         job = work(rng, 8, penalties=0.0)
         check(world, job, run(llm, job))

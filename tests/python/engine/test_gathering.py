@@ -12,6 +12,7 @@ import pytest
 from gathering_world import VOCAB, Clock, Foretells, text, world
 from specrs import LLM, SamplingParams
 from specrs.drafters import DraftRequest, Proposal
+from specrs.engine.drafting.budget import ENGINE, RATE
 from specrs.engine.request.batch import Batch
 
 FLAT = {1: 1.0, 2: 1.25, 4: 1.3, 8: 1.4, 16: 1.6}
@@ -78,19 +79,37 @@ def test_the_first_request_drafts_at_once(tiers: Sequence[int] | None, monkeypat
     assert 64 / w.run([one]) > 1.8
 
 
-@pytest.mark.parametrize("tiers", [None, (2, 4, 8, 16)], ids=["host", "device"])
-@pytest.mark.parametrize("head", [0.0, 9.0], ids=["no head", "dear head"])
-def test_a_request_that_can_pay_for_no_more_than_the_least_round_gets_that(
-    head: float, tiers: Sequence[int] | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("asking", [0.02, 0.3])
+def test_a_source_that_says_nothing_is_asked_rarely(asking: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, texts = Clock(), [text(500, i) for i in range(8)]
+    source = Foretells(clock, texts, lambda coming, room: Proposal(), asking=asking)
+    w = world(monkeypatch, clock, [source], STEEP)
+    for one in texts:
+        w.run([one])
+    assert w.rounds == 4000 and w.drafted == 0
+    assert 10 < len(source.asked) * asking < ENGINE + 4000 * RATE + asking
+
+
+def test_a_source_that_begins_slowly_is_begun_once_and_waited_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, texts = Clock(), [text(300, i) for i in range(6)]
+    source = Foretells(clock, texts, lambda coming, room: Proposal(), beginning=20.0)
+    w = world(monkeypatch, clock, [source], STEEP)
+    took = [w.run([one]) for one in texts]
+    assert took[0] == pytest.approx(320.0, rel=0.01) and sum(took) < 1800 + 2 * 20.1, "the engine pays, too"
+
+
+@pytest.mark.parametrize("spare", [0.0, 0.5, 2.0])
+def test_beginning_beyond_the_time_of_a_round_in_flight_empties_the_account(
+    spare: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The least round of a head costs another time, which says nothing of a round without it."""
     clock, one = Clock(), text(64)
-    source = Foretells(clock, [one], lambda coming, room: chain(coming[: min(8, room)], 0.9, 0.9))
-    w = world(monkeypatch, clock, [source], STEEP, tiers, head, hosted=0.1)
-    w.gathering.ask(Batch([one]))  # type: ignore[list-item]
-    w.drafting.account(one).request.left = 0.65  # the least round loses 0.54
-    proposals = w.gathering.ask(Batch([one]))  # type: ignore[list-item]
-    assert proposals is not None and proposals.trees is not None and proposals.trees.trees.sizes == [2]
+    source = Foretells(clock, [one], lambda coming, room: Proposal(), beginning=4.0)
+    w = world(monkeypatch, clock, [source], STEEP)
+    w.gathering.ask(Batch([one]), spare=spare)  # type: ignore[list-item]
+    account = w.drafting.account(one)  # type: ignore[arg-type]
+    assert (account.left(1) > 0.0) == (spare == 2.0)
+    w.gathering.ask(Batch([one]), spare=spare)  # type: ignore[list-item]
+    assert len(source.asked) == (2 if spare == 2.0 else 1), "nobody who cannot pay is asked, whether it is free or not"
 
 
 @pytest.mark.parametrize("moved_on", [False, True])

@@ -12,7 +12,7 @@ import torch
 
 from specrs import _specrs as core
 from specrs.engine.devices import given as inputs
-from specrs.engine.devices.cuda import CudaDrafts, in_passes
+from specrs.engine.devices.cuda_drafts import CudaDrafts, in_passes
 from specrs.engine.devices.given import Given, Seat
 from specrs.engine.devices.head_inputs import Entries
 from specrs.engine.devices.memory import STOPS, Fields, given_layout

@@ -22,7 +22,7 @@ from driver_calls import driver_calls
 from modelzoo import Pair, agree, write_eagle3, write_target
 from specrs import LLM, SamplingParams, device
 from specrs import _specrs as core
-from specrs.engine.devices.cuda import CudaDrafts
+from specrs.engine.devices.cuda_drafts import CudaDrafts
 from specrs.engine.devices.graphs import Graphs
 from specrs.engine.devices.launched import LaunchedRound
 from specrs.engine.devices.launches import Launches

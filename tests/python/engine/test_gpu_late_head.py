@@ -17,7 +17,6 @@ from drafts_world import Seen, reference, trees_of
 from modelzoo import Pair, agree, write_eagle3, write_target
 from reference_drafts import Tree
 from specrs import LLM, SamplingParams, device
-from specrs.engine.drafting.budget import RATE
 from specrs.engine.drafting.decisions import RoundOutcome
 
 if not torch.cuda.is_available():
@@ -50,13 +49,11 @@ class Run:
     def __init__(self, llm: LLM, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
         self.llm, self.seen, self.recalled = llm, list[tuple[Seen, int]](), 0
         drafting: Any = llm._runner.drafting
-        policy, observe = drafting.policy, drafting.observe
+        observe = drafting.observe
         drafts: Any = llm._runner.executor.drafts
         enter = drafts._enter
         drafting.tail = TAIL
-        monkeypatch.setattr(drafting, "follows", lambda *_: True)
-        monkeypatch.setattr(policy, "least_loss", lambda *_: -math.inf)
-        monkeypatch.setattr(policy, "short", lambda *_: rng.choice([0.0, RATE]))
+        monkeypatch.setattr(drafting, "pays", lambda *_: rng.random() < 0.5)
         monkeypatch.setattr(drafting, "behind", lambda plan, *_: plan if rng.random() < 0.7 else None)
         from_dlpack(drafts.cache.tensor).fill_(math.nan)
 

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from gate_simulation import Simulated, begin, decode, policy, request
+from gate_simulation import Engine, Simulated, begin, decode, policy, request
 from specrs import _specrs as core
 from specrs.engine.drafting.budget import CAP, ENGINE, RATE, REQUEST, Account, TokenBucket, request_bucket
-from specrs.engine.drafting.chooser import Kind
+from specrs.engine.drafting.chooser import TAIL, Kind
 from specrs.engine.drafting.costs import HOSTED, PLAIN, SPECULATIVE, Pace, PassCost
 from specrs.models.acceptance import Acceptance
 
@@ -102,12 +102,12 @@ def test_plain_rounds_are_unlearnt_where_none_is_seen() -> None:
 
 
 def test_nodes_are_chosen_as_the_formula_says() -> None:
-    """Against the same loops in plain Python: random trees, tables, batches, limits and tiers."""
+    """Against the same loops in plain Python: random trees, tables, batches and tiers."""
     rng = random.Random(11)
     for _ in range(300):
         rows = sorted(rng.sample(range(1, 40), rng.randrange(1, 6)))
         target = PassCost(rows, sorted(rng.uniform(0.5, 3.0) for _ in rows), Pace(rng.uniform(0.5, 2.0)))
-        batch, beside, limit = rng.randrange(1, 4), rng.uniform(0.01, 0.5), rng.choice([math.inf, rng.uniform(1, 6)])
+        batch, beside = rng.randrange(1, 4), rng.uniform(0.01, 0.5)
         tiers = rng.choice([[], [2, 4, 8, 16]])
         asked = []
         for _ in range(batch):
@@ -134,9 +134,9 @@ def test_nodes_are_chosen_as_the_formula_says() -> None:
         tokens, rows_ = options[0]
         for one in options[1:]:
             seconds = beside + target.at(one[1])
-            if one[0] / seconds > first and seconds <= limit:
+            if one[0] / seconds > first:
                 first, (tokens, rows_) = one[0] / seconds, one
-        trees, got, seconds = core.choose_drafts(asked, calibration, 64, 40, (target.table, beside, limit, tiers))
+        trees, got, seconds = core.choose_drafts(asked, calibration, 64, 40, (target.table, beside, tiers))
         assert got == pytest.approx(tokens) and seconds == pytest.approx(beside + target.at(rows_))
         if not tiers:
             assert sum(map(len, trees)) <= rows_
@@ -165,6 +165,13 @@ def test_gains_are_learned_by_kind() -> None:
     assert [p.kinds[0].gain, p.kinds[2].gain] == pytest.approx((1.5, 2.5), abs=0.01)
 
 
+def overdraft(p: Engine, batch: int = 1) -> float:
+    """Plain rounds that the head's catching up and a round of the deepest trees lose if all drafts are refused: what a
+    request that can still pay a little may take."""
+    seconds = batch * p.costs.resume.at(TAIL) + p.costs.drafting(batch, batch, 8) + p.costs.target.at(9 * batch)
+    return seconds / p.costs.plain(batch) - 1.0
+
+
 MACHINES = {"rows are cheap": (0.1, 0.03), "rows are dear": (0.15, 0.12), "drafts are dear": (0.4, 0.05)}
 
 
@@ -186,15 +193,19 @@ def test_a_purse_is_paid_from_and_saves_up_to_a_limit() -> None:
 def test_an_account_is_a_purse_and_a_share_of_the_bank() -> None:
     engine = TokenBucket(2.0)
     one, two = Account(engine, TokenBucket(3.0)), Account(engine, TokenBucket(3.0))
-    assert one.room(1) == 2.0, "the engine has less"
-    assert one.room(4) == 3.0, "four requests wait at once: a round of theirs is one of the engine's"
     one.pay(1.0, 1)
-    assert (two.room(1), two.request.left) == (1.0, 3.0)
+    assert (engine.left, one.request.left, two.request.left) == (1.0, 2.0, 3.0)
     two.pay(1.0, 4)
-    assert engine.left == 0.75
+    assert engine.left == 0.75, "four requests wait at once: a round of theirs is one of the engine's"
     two.earn(100, 4)
-    assert two.room(4) == pytest.approx(2.0 + 100 * RATE)
+    assert two.request.left == pytest.approx(2.0 + 100 * RATE)
     assert engine.left == pytest.approx(0.75 + 25 * RATE)
+    assert one.left(1) == engine.left and two.left(4) == two.request.left, "the lesser of both"
+    one.pay(2.0, 4)
+    assert one.left(4) <= 0.0 < two.left(4), "its own bucket is empty"
+    two.pay(8.0, 1)
+    engine.left, two.request.left = 0.0, 1.0
+    assert two.left(8) == 0.0, "the engine's is"
 
 
 @pytest.mark.parametrize(("tokens", "filled"), [(1, 0.045), (8, 0.36), (66, 2.97), (67, 3.0), (10**6, 3.0)])
@@ -213,9 +224,10 @@ def test_drafts_lose_no_more_than_the_budget(machine: str, tokens: int, chance: 
         lost = drawn = 0.0
         for _ in range(12):  # the first of an engine, and what follows it
             done = request(p, tokens, chance, rng)
-            assert done.took <= done.tokens + request_bucket(tokens) + RATE * done.tokens + 1e-6, (chance, seed)
+            most = request_bucket(tokens) + RATE * done.tokens + overdraft(p)
+            assert done.took <= done.tokens + most, (chance, seed)
             lost, drawn = lost + done.took - done.tokens, drawn + done.tokens
-        assert lost <= ENGINE + RATE * drawn + 1e-6
+        assert lost <= ENGINE + RATE * drawn + overdraft(p)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -228,7 +240,7 @@ def test_a_limit_far_above_the_real_length_costs_no_more(machine: str, ends: int
             p, rng = policy(step, growth), random.Random(seed)
             done = decode(p, [begin(p, 2000, chance, ends=ends)], rng)
             for produced, behind in zip(done.drawn, done.behind, strict=True):
-                assert behind <= REQUEST + RATE * produced + 1e-6, (produced, chance, seed)
+                assert behind <= REQUEST + RATE * produced + overdraft(p), (produced, chance, seed)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -238,25 +250,24 @@ def test_batches_lose_no_more_than_their_budgets(machine: str, batch: int) -> No
     for chances in ([0.0] * batch, [0.5, 0.1] * (batch // 2), [0.9] + [0.0] * (batch - 1)):
         p, rng = policy(step, growth), random.Random(batch)
         for _ in range(6):
-            done = decode(p, [begin(p, 200, chance, batch=batch) for chance in chances], rng)
+            done = decode(p, [begin(p, 200, chance) for chance in chances], rng)
             for produced, behind in zip(done.drawn, done.behind, strict=True):
-                # The last round that a request paid may have cost the others more than it had; the engine paid that.
-                alone = p.least_loss(batch, 1)
-                assert behind <= batch * min(REQUEST + alone, ENGINE) + RATE * produced + 1e-6, (chances, produced)
+                most = batch * (ENGINE + overdraft(p, batch))  # a round of all is one of the engine's
+                assert behind <= most + RATE * produced, (chances, produced)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_first_request_of_an_engine_drafts_from_its_first_round(machine: str) -> None:
     p = policy(*MACHINES[machine])
     r = begin(p, 64, 0.9)
-    assert r.follows and p.short(r.account, 1, r.lag) <= 0.0
+    assert r.account.left(1) > 0.0
     assert decode(p, [r], random.Random(1)).took < 0.8 * 64
 
 
 @pytest.mark.parametrize("batch", [2, 4, 8])
 def test_batches_whose_drafts_win_draft(batch: int) -> None:
     p, rng = policy(step=0.1, growth=0.03), random.Random(batch)
-    done = [decode(p, [begin(p, 300, 0.9, batch=batch) for _ in range(batch)], rng) for _ in range(6)]
+    done = [decode(p, [begin(p, 300, 0.9) for _ in range(batch)], rng) for _ in range(6)]
     assert sum(d.took for d in done) < 0.75 * sum(d.tokens for d in done)
 
 
@@ -279,29 +290,6 @@ def test_requests_whose_drafts_win_are_found_behind_many_that_lost() -> None:
     assert sum(took) < 0.7 * 40 * 200, took
 
 
-def test_a_request_waits_until_it_can_pay_and_no_longer() -> None:
-    """With any account, a request can pay when it begins to draft, and could not a token earlier."""
-    rng, waited = random.Random(5), 0
-    for _ in range(400):
-        p = policy(step=rng.choice((0.05, 0.2, 0.6)), growth=rng.choice((0.01, 0.05)))
-        batch, produced = rng.choice((1, 4)), rng.randrange(60)
-        account = p.account(0.0, 600)
-        account.earn(produced, batch)
-        account.request.pay(rng.uniform(-0.5, 4.0))
-        account.engine.pay(rng.uniform(-0.5, 4.0))
-        short = p.short(account, batch, 1)
-        if short <= 0.0:
-            assert account.room(batch) >= p.resuming(1, batch) + p.least_loss(batch, batch)
-            continue
-        request, engine = account.request.left, account.engine.left
-        waited += 1
-        for n, pays in ((math.ceil(short / RATE) + 1, True), (max(math.floor(short / RATE) - 1, 0), False)):
-            account.request.left, account.engine.left = request, engine
-            account.earn(n, batch)
-            assert (p.short(account, batch, 1) <= 0.0) == pays, (short, n)
-    assert waited > 100
-
-
 def test_what_a_round_won_or_lost_is_shared_by_who_caused_it() -> None:
     p, rng = policy(step=0.3), random.Random(4)
     for _ in range(400):
@@ -314,15 +302,6 @@ def test_what_a_round_won_or_lost_is_shared_by_who_caused_it() -> None:
         for own, share in zip(wins, won, strict=True):
             assert share * total >= -1e-9, "nobody pays where the round wins, nobody gains where it loses"
             assert share == 0.0 or (own - price) * total > 0.0
-
-
-def test_no_round_risks_all_that_may_be_lost() -> None:
-    p = policy(step=0.2)
-    for batch in (1, 4):
-        for room in (p.least_loss(batch, batch), 1.0, 3.0, 10.0):
-            seconds = p.limit(batch, [room] * batch, p.least_round(batch, batch))
-            lost = p.lost(batch, batch, seconds) / batch
-            assert lost == pytest.approx(max(p.least_loss(batch, batch), 0.7 * room), rel=1e-6)
 
 
 def test_a_head_is_taken_for_what_its_file_says() -> None:

@@ -168,6 +168,45 @@ def test_notes_and_parts_say_what_a_head_has(tmp_path: Path) -> None:
     assert anchored.anchor and "sample_from_anchor is absent" in anchored.notes[-1]
 
 
+def test_what_a_file_of_speculators_leaves_out_is_its_classes_default() -> None:
+    raw = blockzoo.config_of("speculators", DSPARK, 6)
+    for key in ("block_size", "markov_rank", "markov_head_type", "enable_confidence_head", "sample_from_anchor"):
+        del raw[key]
+    raw.pop("confidence_head_with_markov")
+    config = BlockConfig.from_dict(raw)
+    assert (config.block_size, config.markov, config.markov_rank) == (8, "vanilla", 256)
+    assert (config.anchor, config.confidence) == (True, DSPARK.hidden + 256)
+    raw = blockzoo.config_of("speculators", DFLASH, 6)
+    del raw["block_size"]
+    config = BlockConfig.from_dict(raw)
+    assert (config.block_size, config.markov, config.confidence, config.anchor) == (8, None, None, False)
+    raw = blockzoo.config_of("DFlash", DFLASH, 6)
+    del raw["block_size"]
+    with pytest.raises(UnsupportedModelError, match="block_size"):
+        BlockConfig.from_dict(raw)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [("Gemma3ForCausalLM", {"rope_local_base_freq": 5000.0}), ("GraniteForCausalLM", {"embedding_multiplier": 8.0})],
+)
+def test_whether_embeddings_of_a_target_that_scales_them_are_scaled_must_be_said(
+    tmp_path: Path, architecture: str, changes: dict[str, Any]
+) -> None:
+    """Gemma's reference modules scale by themselves, other software lends the table as it is."""
+    at = modelzoo.write_target(tmp_path / "target", architecture, num_hidden_layers=6, **changes)
+    target = ModelConfig.from_directory(at)
+    blockzoo.write_block(tmp_path / "head", "DFlash", DFLASH, 6)
+    with pytest.raises(UnsupportedModelError, match=r"config.json: input_embedding_scale = None: .*multiplies .* by 8"):
+        check_draft(tmp_path / "head", target)
+    for scale in (1.0, 8.0):
+        modelzoo.edit_config(tmp_path / "head", input_embedding_scale=scale)
+        config, _ = check_draft(tmp_path / "head", target)
+        assert isinstance(config, BlockConfig) and config.embedding_scale == scale
+    blockzoo.write_block(tmp_path / "own", "DFlash", replace(DFLASH, own_embedding=True), 6)
+    check_draft(tmp_path / "own", target)
+
+
 # config.json of SpecForge's repository (a6b6b023), of which only what differs is kept.
 _SPECFORGE: dict[str, tuple[dict[str, Any], str]] = {
     "qwen3-8b-dflash": ({"dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 9, 17, 25, 33]}}, "DFlash"),

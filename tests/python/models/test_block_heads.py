@@ -12,23 +12,21 @@ import torch
 import blockzoo
 import modelzoo
 import reference_blocks
+from blockrun import LAYERS as TARGET_LAYERS
+from blockrun import Driven
 from modelrun import random_tokens
 from reference_blocks import Block
-from specrs import _specrs as core
+from specrs.engine.devices.memory_plan import Head, head_elements
 from specrs.models import (
     BlockConfig,
-    BlockHead,
-    LlamaModel,
     ModelConfig,
-    Ops,
     check_draft,
-    load_draft,
     ops_for,
     torch_ops,
 )
+from specrs.models.layer import Workspace
 
 OPS: dict[str, Any] = {"torch": torch_ops, "host": ops_for}
-TARGET_LAYERS = 6
 PLAIN = Block()
 FORMS: dict[str, tuple[str, Block]] = {
     "DFlash": ("DFlash", PLAIN),
@@ -57,66 +55,6 @@ FORMS: dict[str, tuple[str, Block]] = {
 }
 
 
-class Driven:
-    """A target and a head over a pool, driven pass by pass."""
-
-    def __init__(self, directory: Path, ops: Ops, name: str, page: int = 4) -> None:
-        self.form, self.block = FORMS[name]
-        target = directory / "target"
-        if not target.exists():
-            modelzoo.write_target(target, num_hidden_layers=TARGET_LAYERS)
-        self.weights = blockzoo.write_block(directory / "head", self.form, self.block, TARGET_LAYERS)
-        self.target = LlamaModel.load(target, ops)
-        head = load_draft(directory / "head", self.target)
-        assert isinstance(head, BlockHead)
-        self.head = head
-        geometry = core.Geometry(4, 200, page, core.TreeShape(1, 31, 32))
-        pages = 4 * geometry.row_pages + 1
-        self.pool = core.Pool(pages, page, 4, geometry.row_pages)
-        self.planner = core.Planner(geometry, self.pool)
-        self.planner.set_debug(True)
-        self.kv, self.draft_kv = (model.new_cache(pages, page) for model in (self.target, head))
-        read = modelzoo.read_weights(target)
-        self.tables = read["model.embed_tokens.weight"], read["lm_head.weight"]
-
-    def begin(self, tokens: list[int], chunks: tuple[int, ...] = ()) -> tuple[core.Sequence, torch.Tensor]:
-        """A sequence with these tokens, written by the head in chunks up to these positions, and all features."""
-        seq, n = self.pool.create(), len(tokens)
-        with self.pool.reserve([(seq, n)]) as lease:
-            plan = self.planner.extend([seq], [0], [n])
-            _, aux = self.target.forward(torch.tensor(tokens), plan, self.kv, aux=True)
-            lease.commit([n])
-        assert aux is not None
-        start = 0
-        for end in (*chunks, n):
-            plan = self.planner.extend([seq], [start], [end - start])
-            written = self.head.write([a[start:end].contiguous() for a in aux.layers], plan, self.draft_kv)
-            assert [w.shape for w in written] == [(end - start, 2 * self.block.kv_heads * self.block.head_dim)] * len(
-                written
-            )
-            start = end
-        return seq, torch.cat(aux.layers, 1).clone()
-
-    def draft(
-        self, seqs: list[core.Sequence], lens: list[int], roots: list[int], rows: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        n = rows or self.block.rows
-        with self.pool.reserve([(s, length + n) for s, length in zip(seqs, lens, strict=True)]):
-            plan = self.planner.extend(seqs, lens, [n] * len(seqs))
-            if not self.block.causal:
-                plan = plan.attending_block()
-            tokens = torch.tensor([t for root in roots for t in self.head.block(root, n)])
-            skipped = 0 if self.block.anchor else 1
-            wanted = torch.tensor([i * n + row for i in range(len(seqs)) for row in range(skipped, n)])
-            logits, hidden = self.head.draft(tokens, plan, self.draft_kv, wanted)
-            return logits.clone(), hidden.clone()
-
-    def reference(
-        self, features: torch.Tensor, token: int, rows: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return reference_blocks.logits_of(self.block, self.weights, *self.tables, features, token, rows)
-
-
 def close(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=3e-4)
 
@@ -139,7 +77,7 @@ def test_the_configuration_says_what_was_trained(tmp_path: Path, name: str) -> N
 @pytest.mark.parametrize("name", FORMS)
 def test_a_block_gives_the_trained_logits(tmp_path: Path, ops: str, name: str) -> None:
     """Behind contexts that were written in chunks, at the beginning of a page and within one, and behind none."""
-    driven = Driven(tmp_path, OPS[ops](), name)
+    driven = Driven(tmp_path, OPS[ops](), *FORMS[name])
     tokens = random_tokens(42, seed=1)
     for length, chunks in ((41, (1, 4, 7, 30)), (40, ()), (1, ())):
         seq, features = driven.begin(tokens[:length], chunks)
@@ -153,7 +91,7 @@ def test_a_block_gives_the_trained_logits(tmp_path: Path, ops: str, name: str) -
 
 @pytest.mark.parametrize("name", ["DFlash", "JetSpec", "DSpark"])
 def test_a_shorter_block_is_a_block_of_fewer_rows(tmp_path: Path, name: str) -> None:
-    driven = Driven(tmp_path, ops_for(), name)
+    driven = Driven(tmp_path, ops_for(), *FORMS[name])
     tokens = random_tokens(12, seed=2)
     seq, features = driven.begin(tokens[:11])
     close(driven.draft([seq], [11], [tokens[11]], 3)[0], driven.reference(features, tokens[11], 3)[0])
@@ -164,7 +102,7 @@ def test_a_block_has_the_same_bits_whatever_the_batch_the_pages_and_the_chunks(t
     texts = [random_tokens(n + 1, seed=n) for n in (3, 29, 64)]
     alone: dict[int, torch.Tensor] = {}
     for page, chunks in ((1, ()), (4, (2,)), (16, (1, 3))):
-        driven = Driven(tmp_path, ops_for(), name, page)
+        driven = Driven(tmp_path, ops_for(), *FORMS[name], page)
         seqs = [driven.begin(text[:-1], chunks)[0] for text in texts]
         lens, roots = [len(text) - 1 for text in texts], [text[-1] for text in texts]
         together = driven.draft(seqs, lens, roots)[0].split(driven.block.depth)
@@ -177,7 +115,7 @@ def test_a_block_has_the_same_bits_whatever_the_batch_the_pages_and_the_chunks(t
 
 @pytest.mark.parametrize("name", [name for name, (_, b) in FORMS.items() if b.markov or b.free is not None])
 def test_what_depends_on_the_path_gives_the_trained_biases(tmp_path: Path, name: str) -> None:
-    driven = Driven(tmp_path, ops_for(), name)
+    driven = Driven(tmp_path, ops_for(), *FORMS[name])
     b, path_head = driven.block, driven.head.path_head
     assert path_head is not None
     contexts = [driven.begin(random_tokens(n, seed=n)) for n in (5, 9)]
@@ -199,3 +137,15 @@ def test_what_depends_on_the_path_gives_the_trained_biases(tmp_path: Path, name:
         paths = [
             [[*each[p], t] for p, t in zip(parents[i].tolist(), drawn[i], strict=True)] for i, each in enumerate(paths)
         ]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_scratch_memory_of_a_head_is_counted(tmp_path: Path, name: str) -> None:
+    driven = Driven(tmp_path, ops_for(), *FORMS[name])
+    planned = Head(*check_draft(tmp_path / "head", driven.target.config))
+    driven.head.reserve(64, 16)
+    have, blocks = 0, [each for each in vars(driven.head).values() if isinstance(each, Workspace)]
+    for block in blocks:
+        rows = 64 if block is driven.head._write_work else 16
+        have += rows * sum(row.shape[1] for at, row in block.rows(rows).items() if at != "logits")
+    assert have <= head_elements(planned, 64, 16) < 1.3 * have

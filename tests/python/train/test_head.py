@@ -12,8 +12,9 @@ import modelzoo
 from modelrun import Driver, random_tokens
 from specrs import _specrs as core
 from specrs.models import Eagle3Head, LlamaModel, ModelConfig, ops_for
-from specrs.train.eagle3 import Eagle3, HeadSizes, Lesson, feature_layers, save, wanted_of
-from specrs.train.rows import pack
+from specrs.train.eagle3 import Eagle3
+from specrs.train.heads import HeadSizes, Lesson, feature_layers, wanted_of
+from specrs.train.rows import anchors_of, pack
 from specrs.train.teacher import Teacher
 
 STEPS = 5
@@ -22,7 +23,7 @@ STEPS = 5
 def random_head(target: Path, layers: int, draft_vocab: int = 61) -> Eagle3:
     """Weights large enough that a wrong key or feature shows."""
     config = ModelConfig.from_directory(target)
-    head = Eagle3(HeadSizes.of(config, draft_vocab, 40, layers), 64)
+    head = Eagle3(HeadSizes.of(config, draft_vocab, 40, layers), 64, levels=STEPS)
     generator = torch.Generator().manual_seed(3)
     head.begin_at(target, config, torch.randperm(config.vocab_size, generator=generator)[:draft_vocab].sort().values)
     with torch.no_grad():
@@ -38,7 +39,7 @@ def test_unrolled_steps_are_the_drafts_of_the_engine(tmp_path: Path, layers: int
     at = modelzoo.write_target(tmp_path / "target", num_hidden_layers=6)
     trained = random_head(at, layers)
     config = ModelConfig.from_directory(at)
-    save(trained, config, tmp_path / "head", torch.float32)
+    trained.save(config, tmp_path / "head", torch.float32)
     target = LlamaModel.load(at, ops_for())
     served = Eagle3Head.load(tmp_path / "head", ops_for(), target)
     assert served.aux_layers == feature_layers(6) and torch.equal(served.target_ids, trained.target_ids)
@@ -93,11 +94,12 @@ def test_scores_count_chained_rows_alone(tmp_path: Path) -> None:
     pieces = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 2, 2], [3] * 9])
     wanted = torch.softmax(torch.randn(rows * length, 61, generator=generator), -1)
     best = torch.randint(-1, 61, (rows * length,), generator=generator)
+    places = torch.arange(length).expand(rows, length)
     lesson = Lesson(
-        torch.randn(rows, length, config.hidden_size, generator=generator),
-        torch.randn(rows, length, 3 * config.hidden_size, generator=generator), pieces, wanted, best,
+        places, torch.randn(rows, length, config.hidden_size, generator=generator),
+        torch.randn(rows, length, 3 * config.hidden_size, generator=generator), pieces, places, wanted, best,
     )  # fmt: skip
-    got = head.scores(lesson, STEPS).detach()
+    got = head.scores(lesson).detach()
     with torch.no_grad():
         outputs = head.unroll(lesson.embeds, lesson.features, pieces, STEPS)
     for j, hidden in enumerate(outputs):
@@ -114,7 +116,7 @@ def test_scores_count_chained_rows_alone(tmp_path: Path) -> None:
                     want[0] -= float((wanted[at_flat] * logits.log_softmax(-1)).sum())
                     want[1] += 1
         torch.testing.assert_close(got[j], torch.tensor(want), rtol=1e-4, atol=1e-4)
-    parts = torch.stack([head.scores(part, STEPS).detach() for part in lesson.split(1)]).sum(0)
+    parts = torch.stack([head.scores(part).detach() for part in lesson.split(1)]).sum(0)
     torch.testing.assert_close(parts, got, rtol=1e-4, atol=1e-4)
 
 
@@ -129,7 +131,7 @@ def test_the_teacher_is_the_served_model(tmp_path: Path, architecture: str) -> N
     ids = torch.arange(0, vocab, 3)
     drafts = torch.full((vocab,), -1)
     drafts[ids] = torch.arange(len(ids))
-    lesson = Teacher(at, ops_for(), 20).lesson(rows, ids, drafts, 0.25)
+    lesson = Teacher(at, ops_for(), 20).lesson(rows, anchors_of(rows, 4, [0]), ids, drafts, 0.25)
     driver = Driver(target)
     flat = lesson.pieces.flatten()
     tokens, features = rows.tokens.flatten(), lesson.features.flatten(0, 1)
@@ -146,3 +148,4 @@ def test_the_teacher_is_the_served_model(tmp_path: Path, architecture: str) -> N
     table = torch.empty(len(tokens) - 1, target.config.hidden_size)
     target.embedding.lookup(tokens[1:], table)
     assert torch.equal(lesson.embeds.flatten(0, 1)[:-1], table)
+    assert torch.equal(lesson.tokens.flatten()[:-1], tokens[1:])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specrs import ConfigError
-from specrs.train.documents import Document, Documents, read_text
+from specrs.train.documents import Document, Documents, in_turns, read_text
 from specrs.train.rows import Stream, pack
 from specrs.train.trainer import Texts, frequent_tokens
 
@@ -24,6 +24,12 @@ def test_a_document_is_on_one_side_whatever_stands_beside_it() -> None:
     assert split.digest == backwards.digest != Documents.of(many[1:]).digest
     two = Documents.of([many[0], Document.of("b", "one"), Document.of("b", "two"), Document.of("c", "alone")])
     assert [d.kind for d in two.held_out].count("b") == 1 and "c" not in {d.kind for d in two.held_out}
+
+
+def test_prompts_of_all_kinds_are_answered_first() -> None:
+    found = [Document.of(kind, i) for kind, count in (("a", 3), ("b", 1), ("c", 2)) for i in range(count)]
+    turns = [("a", 0), ("b", 0), ("c", 0), ("a", 1), ("c", 1), ("a", 2)]
+    assert [(d.kind, d.content) for d in in_turns(found)] == turns and [*in_turns([])] == []
 
 
 def test_kinds_are_folders_fields_and_names(tmp_path: Path) -> None:
@@ -92,7 +98,7 @@ def test_a_stream_goes_on_from_its_place_and_has_as_much_text_as_answers() -> No
 
 def test_the_draft_vocabulary_is_that_of_the_answers() -> None:
     texts = Texts([np.array([5, 5, 5, 2, 2, 9])], [np.array([7, 7, 7, 7, 0])])
-    ids, coverage = frequent_tokens(texts, 12, 3)
-    assert ids.tolist() == [2, 5, 7] and coverage == pytest.approx(5 / 6)
-    ids, coverage = frequent_tokens(Texts([], texts.text), 12, 1)
-    assert ids.tolist() == [7] and coverage == pytest.approx(0.8)
+    ids, coverage, rare = frequent_tokens(texts, 12, 3)
+    assert ids.tolist() == [2, 5, 7] and coverage == pytest.approx(5 / 6) and rare == 1
+    ids, coverage, rare = frequent_tokens(Texts([], texts.text), 12, 1)
+    assert ids.tolist() == [7] and coverage == pytest.approx(0.8) and rare == 1

@@ -186,6 +186,9 @@ def test_another_training_is_not_resumed(
         (["--text", "{text}", "--tokens", "9", "--minutes", "1"], "minutes = 1.0 with tokens = 9: one of the two"),
         (["--text", "{text}", "--draft-vocab", "9999"], "draft_vocab = 9999: must be 8 to "),
         (["--text", "{text}", "--length", "999"], "length = 999: must be 16 to 256"),
+        (["--text", "{text}", "--form", "medusa"], "form = 'medusa': must be one of eagle3, dspark, dflash"),
+        (["--text", "{text}", "--block", "4"], "block = 4: must be 0 for eagle3"),
+        (["--text", "{text}", "--form", "dflash", "--markov-rank", "8"], "markov_rank = 8: must be 0 for dflash"),
         (["--text", "{text}", "--rate", "3"], "rate = 3.0: must be 1e-07 to 1.0"),
         (["--text", "{text}", "--report-prompts", "0"], "report_prompts = 0: must be at least 1"),
         (["--text", "{text}", "--resume"], "resume: no checkpoint in "),
@@ -215,7 +218,7 @@ def test_models_that_no_head_fits_and_full_directories_are_refused(
     shallow = shutil.copytree(bytes_pair.target, tmp_path / "model")
     edit_config(shallow, num_hidden_layers=2)
     assert train(tmp_path / "out", str(shallow), *text) == 2
-    assert "num_hidden_layers = 2: an EAGLE-3 head reads" in capsys.readouterr().err
+    assert "num_hidden_layers = 2: a head reads" in capsys.readouterr().err
     (tmp_path / "two.txt").write_text("two")
     assert train(tmp_path, str(bytes_pair.target), *text) == 2
     assert "has files; give a directory that is empty" in capsys.readouterr().err
@@ -272,3 +275,32 @@ def test_what_a_gpu_compiles_by_changes_no_step(
     train(tmp_path / "warm", *options)
     cold, warm = (read_weights(tmp_path / name) for name in ("cold", "warm"))
     assert all(torch.equal(cold[name], warm[name]) for name in cold)
+
+
+@pytest.mark.parametrize("form", ["dspark", "dflash"])
+def test_a_block_head_learns_drafts_and_goes_on_bit_for_bit(
+    form: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*options, "--form", form, "--block", "4"]
+    argv += ["--markov-rank", "16"] if form == "dspark" else []
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train(whole, *argv) in (0, 1, 3)
+    with interrupted_at(3, monkeypatch):
+        train(parts, *argv)
+    assert record(parts)["counts"]["tokens trained on"] == 4 * 64
+    assert train(parts, *options, "--resume") == 2
+    assert f"resume: form = 'eagle3': the checkpoint was made with '{form}'" in capsys.readouterr().err
+    train(parts, *argv, "--resume")
+    for a, b in zip(read_weights(whole).items(), read_weights(parts).items(), strict=True):
+        assert a[0] == b[0] and torch.equal(a[1], b[1]), a[0]
+    said = record(whole)
+    first, *_, last = (point["held_out"]["text"] for point in said["curve"])
+    assert len(first["loss"]) == 4 and all(b < a - 0.1 for a, b in zip(first["loss"], last["loss"], strict=True))
+    assert said["measured"]["identical"] and said["finished"]
+    config = json.loads((whole / "config.json").read_text())
+    assert config["speculators_model_type"] == form and config["block_size"] == (4 if form == "dspark" else 5)
+    assert f"# {said['form']} head of" in (whole / "README.md").read_text()
+    params = SamplingParams(max_tokens=24, temperature=0.0)
+    with LLM(options[0], draft=whole, device="cpu") as drafted, LLM(options[0], speculative=False, device="cpu") as llm:
+        [one], [other] = (each.generate(["3 bottles of"], params) for each in (drafted, llm))
+    assert one.token_ids == other.token_ids

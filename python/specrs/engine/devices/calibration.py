@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -102,10 +102,14 @@ def _of_blocks(costs: Sequence[PassCost], rows: int, most: int) -> Costs:
     """
     target, blocks, writes = costs
     batches = sorted({*(1 << i for i in range(most.bit_length())), most})
-    # `Costs.drafting` asks for two positions of each request.
-    drafting = [(blocks.at(n * rows) + writes.at(2 * n)) / target.pace.factor for n in batches]
-    one = PassCost([2 * n for n in batches], drafting, target.pace)
-    return Costs(target, PassCost([1], [0.0], target.pace), one, writes)
+    drafting = {n: (blocks.at(n * rows) + writes.at(2 * n)) / target.pace.factor for n in batches}
+    return Costs(target, PassCost([1], [0.0], target.pace), costs_of_blocks(drafting, target.pace), writes)
+
+
+def costs_of_blocks(drafting: Mapping[int, float], pace: Pace) -> PassCost:
+    """Return the cost of drafting all levels in one pass as `Costs.drafting` asks for it, from seconds by batch."""
+    batches = sorted(drafting)
+    return PassCost([2 * n for n in batches], [drafting[n] for n in batches], pace)  # two positions of each request
 
 
 _Run = Callable[[int, core.Plan], None]

@@ -22,13 +22,17 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
-from specrs.engine.config import EngineConfig
+from specrs.engine.config import BlockEngineConfig, EngineConfig
+from specrs.engine.devices.calibration import costs_of_blocks
+from specrs.engine.devices.cuda_blocks import BlockRoot, CudaBlocks, CudaMasks
+from specrs.engine.devices.cuda_drafts import CudaDrafts
 from specrs.engine.devices.entering import Entering
 from specrs.engine.devices.format_arrays import FormatArrays
 from specrs.engine.devices.given import Seat
 from specrs.engine.devices.graphs import Bucket
-from specrs.engine.devices.head_inputs import Entries, HostDrafted
-from specrs.engine.devices.host import HostDrafts, HostExecutor, Root
+from specrs.engine.devices.head_inputs import HostDrafted
+from specrs.engine.devices.host import HostExecutor
+from specrs.engine.devices.host_blocks import Blocks
 from specrs.engine.devices.launched import AskedRound, DeviceRoot, LaunchedRound
 from specrs.engine.devices.launches import Variant
 from specrs.engine.devices.memory import (
@@ -40,6 +44,7 @@ from specrs.engine.devices.memory import (
     format_arrays,
     longest_path,
     prompt_sizes,
+    step_rows,
 )
 from specrs.engine.devices.memory_plan import attention_bytes, attention_of, engine_sizes
 from specrs.engine.devices.prompt_pass import prompt_passes
@@ -56,7 +61,7 @@ from specrs.engine.drafting.levels import (
 from specrs.engine.drafting.trees import Drafted
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
-from specrs.engine.rounds.executor import Deepen, Pass, Verified
+from specrs.engine.rounds.executor import Verified
 from specrs.engine.rounds.pages import Pages
 from specrs.models.acceptance import UNKNOWN
 from specrs.models.block_head import BlockHead
@@ -88,7 +93,6 @@ class CudaExecutor(HostExecutor):
     ) -> None:
         dense = target.ops.dense
         assert isinstance(dense, CudaDense)
-        assert not isinstance(head, BlockHead)  # refused before it was read (`models.cuda.why_not`)
         self._dense, cuda = dense, target.ops.placement.device
         torch.cuda.synchronize(cuda)  # the weights have arrived
         self._stream = torch.cuda.Stream(cuda)  # type: ignore[no-untyped-call]
@@ -109,7 +113,11 @@ class CudaExecutor(HostExecutor):
             target.reserve(rows, most)
             if head is not None:
                 rows = max(rows, batch * longest_path(config, geometry, trees=True))
-                head.reserve(rows, batch, batch * geometry.shape.topk)
+                steps = step_rows(config, geometry)
+                if isinstance(head, BlockHead):
+                    head.reserve(rows, steps)
+                else:
+                    head.reserve(rows, batch, steps)
             layers: list[LayerConfig] = [target.config] if head is None else [target.config, head.config]
             products = [*target.products(), *(() if head is None else head.products())]
             wide = 0 if head is None else head.config.aux_size
@@ -125,6 +133,8 @@ class CudaExecutor(HostExecutor):
                 FormatArrays(config, geometry, lists, cuda.index, dense.stream),
             )  # fmt: skip
             self._prompts = prompt_passes(self._models, prompt_sizes(config))
+            if isinstance(drafts, CudaBlocks):
+                drafts.prepare(self._models)
             if isinstance(drafts, CudaDrafts):
                 most, wide = entering(config)
                 drafts.entering = [Entering(self._models, n, wide) for n in sorted({1, most})]
@@ -135,14 +145,18 @@ class CudaExecutor(HostExecutor):
         with torch.inference_mode(False), torch.cuda.stream(self._stream):
             yield
 
-    def _drafts(self, head: Head, cache: KvMemory, config: EngineConfig) -> HostDrafts:
+    def _drafts(self, head: Head, cache: KvMemory, config: EngineConfig) -> CudaDrafts | CudaBlocks:
+        if isinstance(head, BlockHead):
+            return CudaBlocks(head, cache, self.planner, config)
         assert isinstance(head, Eagle3Head)
-        self._roots = Roots(head, config.max_batch)
-        return CudaDrafts(self._roots, head, cache, self.planner, config, self.target.config.vocab_size)
+        self._roots, vocab_size = Roots(head, config.max_batch), self.target.config.vocab_size
+        if isinstance(config, BlockEngineConfig):
+            return CudaMasks(self._roots, head, cache, self.planner, config, vocab_size)
+        return CudaDrafts(self._roots, head, cache, self.planner, config, vocab_size)
 
     def policy(self, pages: Pages) -> TreePolicy:
         shape = self.planner.geometry.shape
-        if self.drafts is None:
+        if self.drafts is None or self.drafts.visible:
             return self._policy_of_trees(shape, pages)
         tried = sorted(drafted_levels(shape))
         self._warm(tried, pages)
@@ -151,6 +165,11 @@ class CudaExecutor(HostExecutor):
             with self._seated(b, pages) as seqs:
                 prompt = self._prompt_len(pages)
                 measured[b] = {levels: self._seconds(b, levels, seqs, prompt) for levels in (0, *tried)}
+        return self._expecting(costs_of_rounds(shape, measured, *self._beginning(pages)), shape)
+
+    def _beginning(self, pages: Pages) -> tuple[dict[int, float], dict[int, float]]:
+        """Measure the passes after which a request drafts for the first time, and again: seconds by the positions that
+        the head reads."""
         rows = min(TAIL, pages.most_tokens)
         enter, resume = ({rows: self._entering(rows, pages, recalls)} for recalls in (False, True))
         if self.tail is None:
@@ -159,7 +178,7 @@ class CudaExecutor(HostExecutor):
             more = self._prompt_rows(pages)
             enter[rows + more] = enter[rows] + self._writing(more, pages)
             resume[2 * rows] = 2 * resume[rows]
-        return self._expecting(costs_of_rounds(shape, measured, enter, resume), shape)
+        return enter, resume
 
     def _expecting(self, costs: Costs, shape: core.TreeShape) -> TreePolicy:
         head = None if self.drafts is None else self.drafts.head
@@ -167,14 +186,44 @@ class CudaExecutor(HostExecutor):
         return TreePolicy(costs, [Kind.of(one, shape.steps) for one in expected])
 
     def _policy_of_trees(self, shape: core.TreeShape, pages: Pages) -> TreePolicy:
-        """Return a policy for an engine without a head. The host makes its drafts, so only verification costs time."""
+        """Return a policy for an engine whose trees the host makes. Without a head only verification costs time; with
+        one, the pass that drafts all levels does too."""
         sizes, pace = {1, self._sizes[-1]}, Pace()
         deep = [levels_for(shape, n) for n in tiers(shape.draft_tokens) if n >= min(8, shape.draft_tokens)]
         target = {b * most_nodes(shape, n): self._seconds(b, n) for b in sizes for n in (0, *deep)}
         self._warm(sorted({levels_for(shape, n) for n in tiers(shape.draft_tokens)}), pages)
         rows, nothing = sorted(target), PassCost([1], [0.0], pace)
-        costs = Costs(PassCost(rows, [target[n] for n in rows], pace), nothing, nothing, nothing)
-        return self._expecting(costs, shape)
+        of_target = PassCost(rows, [target[n] for n in rows], pace)
+        if self.drafts is None:
+            return self._expecting(Costs(of_target, nothing, nothing, nothing), shape)
+        drafting = costs_of_blocks({b: self._drafting(b, pages) for b in sizes}, pace)
+        if not isinstance(self.drafts, CudaDrafts):  # its draft KV is written by every launch
+            return self._expecting(Costs(of_target, nothing, drafting, nothing), shape)
+        enter, resume = (PassCost(list(one), list(one.values()), pace) for one in self._beginning(pages))
+        return self._expecting(Costs(of_target, nothing, drafting, resume, enter), shape)
+
+    def _drafting(self, size: int, pages: Pages) -> float:
+        """Measure in seconds the pass that drafts all levels for so many requests, and the making of their trees."""
+        drafts, config, pool, seconds = self.drafts, self._models.config, pages.pool, list[float]()
+        assert isinstance(drafts, CudaBlocks | CudaMasks) and isinstance(config, BlockEngineConfig)
+        count = max(min(self._prompt_len(pages), pages.most_tokens - config.rows), 1)
+        need = min(count + config.rows, pages.most_tokens)
+        n = min(size, pool.stats()["free_pages"] // -(-need // pool.page_size))
+        seqs, none = [pool.create() for _ in range(n)], [0] * n
+        with pool.reserve([(seq, need) for seq in seqs]) as lease:
+            for seq in seqs:
+                self._read(seq, count)
+            lease.advance([count] * n)  # passes are planned behind committed positions
+            rows, levels = drafts.sizes(config.levels, need - count)
+            blocks = Blocks(seqs, [count] * n, none, none, [rows] * n, [levels] * n, [1.0] * n)
+            for _ in range(_RUNS + 1):  # the first one allocates memory
+                self._stream.synchronize()
+                started = time.perf_counter()
+                drafts.lists(blocks).trees(none, config.nodes)
+                seconds.append(time.perf_counter() - started)
+        for seq in seqs:
+            pool.release([seq])
+        return statistics.median(seconds[1:])
 
     @contextmanager
     def _seated(self, size: int, pages: Pages) -> Iterator[list[core.Sequence]]:
@@ -213,8 +262,7 @@ class CudaExecutor(HostExecutor):
         bucket, nodes = self._of(size), most_nodes(self.planner.geometry.shape, levels)
         seats = [Seat(seq.row, prompt, 0, levels, prompt + self._measured_len) for seq in seqs]
         bucket.given.set_requests(seats, nodes)
-        heads = self.drafts is not None
-        variant = Variant(size, levels, heads and levels > 0, None, trees=levels > 0 and not heads)
+        variant = self._variant(size, levels)
         ahead = self._graphs and not variant.trees
         seconds = []
         last = bucket.launch(variant)
@@ -228,6 +276,13 @@ class CudaExecutor(HostExecutor):
             seconds.append(time.perf_counter() - started)
         bucket.collect(last if ahead else number)
         return statistics.median(seconds[3:])
+
+    def _variant(self, size: int, levels: int, edits: int | None = None) -> Variant:
+        """Return a round with trees of so many levels, from wherever this engine's trees come."""
+        drafts = self.drafts
+        follow = isinstance(drafts, CudaBlocks) or (drafts is not None and levels > 0)
+        hosted = levels > 0 and (drafts is None or drafts.visible)
+        return Variant(size, levels, follow, edits, trees=hosted)
 
     def _warm(self, levels: Sequence[int], pages: Pages) -> None:
         """Run over a prompt and capture graphs, so that the first answer does not wait for this and take twice as long.
@@ -243,14 +298,11 @@ class CudaExecutor(HostExecutor):
             for enters in self.drafts.entering if isinstance(self.drafts, CudaDrafts) else ():
                 for recalls in (False, True):
                     enters.launch(recalls)
-        heads = self.drafts is not None
         for size in self._sizes if self._graphs else ():
             bucket = self._of(size)
             bucket.given.set_requests([], 1)
             for edits in (None, bucket.given.least_room()):
-                plain = Variant(size, 0, False, edits)
-                drafting = [Variant(size, n, heads, edits, trees=not heads) for n in levels]
-                for variant in (plain, *drafting):
+                for variant in (self._variant(size, n, edits) for n in (0, *levels)):
                     while not bucket.graphs.settled(variant):
                         bucket.collect(bucket.launch(variant))
 
@@ -265,7 +317,9 @@ class CudaExecutor(HostExecutor):
         """Run both models over the first positions of a sequence."""
         tokens, plan = torch.zeros(n, dtype=torch.int64), self.planner.extend([seq], [0], [n])
         aux = self._logits(tokens, plan, self.drafts is not None, tokens[:1])[1]
-        if isinstance(self.drafts, CudaDrafts) and aux is not None:
+        if aux is not None and isinstance(self.drafts, CudaBlocks):
+            self.drafts.head.write(aux.layers, plan, self.drafts.cache)
+        if aux is not None and isinstance(self.drafts, CudaDrafts):
             self.drafts.head.write(tokens, aux.layers, plan, self.drafts.cache)
             self.drafts.head.extend(tokens, aux.layers, plan, self.drafts.cache, tokens[:1])
 
@@ -348,9 +402,10 @@ class CudaExecutor(HostExecutor):
             return self._launched(drafted)
         trees, shape = drafted.trees, self.planner.geometry.shape
         assert trees is not None
+        stepwise = isinstance(drafted, HostDrafted) and not isinstance(self._models.config, BlockEngineConfig)
+        levels = shape.steps if stepwise else levels_for(shape, max(trees.sizes))
         # If the head is up to date, it runs over the accepted tokens, as if the device had drafted.
-        levels = shape.steps if isinstance(drafted, HostDrafted) else levels_for(shape, max(trees.sizes))
-        depths = [levels if r.head.followed and r.head.root is not None else 0 for r in batch]
+        depths = [levels if isinstance(r.head.root, DeviceRoot) and r.head.followed else 0 for r in batch]
         return self._launched(AskedRound(batch, depths, levels), drafted)
 
     def commit(self, batch: Batch, lease: core.Lease, verified: Verified) -> None:
@@ -380,7 +435,8 @@ class CudaExecutor(HostExecutor):
         self._table.upload(self._dense.stream)
         if trees is not None:
             given.set_trees(trees)
-        variant = Variant(bucket.batch, levels, any(asked.depths), edits, trees=trees is not None, drafts=drafts)
+        follow = any(asked.depths) or any(r.head.followed and isinstance(r.head.root, BlockRoot) for r in batch)
+        variant = Variant(bucket.batch, levels, follow, edits, trees=trees is not None, drafts=drafts)
         number = bucket.launch(variant)
         launched = LaunchedRound(batch, bucket, number, variant, range(len(batch)))
         return launched if made is None else replace(launched, host_trees=made.trees, host_faults=made.faults)
@@ -421,115 +477,6 @@ class CudaExecutor(HostExecutor):
         self._prompts.clear()
         if isinstance(self.drafts, CudaDrafts):
             self.drafts.entering.clear()
+        if isinstance(self.drafts, CudaBlocks):
+            self.drafts.passes.clear()
         core._graph_collect(True)
-
-
-class CudaDrafts(HostDrafts):
-    """The head's passes on a GPU. Roots stay on the GPU, and the host waits for nothing.
-
-    Rounds keep no features. If a request that has not drafted drafts again, the target makes them again (`Entering`).
-
-    If the head gives NaN, its scores for every later root are NaN too. The round that drafts by such scores reports
-    the fault (`Verified.faults`).
-
-    Attributes:
-        entering: passes up to roots, for more requests from one to the next.
-    """
-
-    def __init__(
-        self,
-        roots: Roots,
-        head: Eagle3Head,
-        cache: KvMemory,
-        planner: core.Planner,
-        config: EngineConfig,
-        vocab_size: int,
-    ) -> None:
-        super().__init__(head, cache, planner, config, vocab_size)
-        self._roots, self._steps, self._most_rows = roots, planner.geometry.shape.steps, config.prefill_chunk
-        self.entering: list[Entering] = []
-
-    def keep(self, batch: Batch, passed: Pass, rows: Sequence[Sequence[int]]) -> None:
-        if not isinstance(passed, LaunchedRound):
-            super().keep(batch, passed, rows)
-            return
-        for i, (r, some) in enumerate(zip(batch, rows, strict=True)):
-            if r.head.followed and some:
-                r.head.root = r.head.features = None
-                if (root := passed.root(i)) is not None:
-                    r.head.reached(r.committed, root)
-
-    def can_extend(self, request: Request) -> bool:
-        return True  # the target makes features that are missing
-
-    def extend(self, requests: Sequence[Request]) -> Sequence[object]:
-        most = self.entering[-1].rows
-        found = [DeviceRoot(r.seq.row, r.head.end) for r in requests]
-        self._write([Entries(r, r.head.end, r.lag - most) for r in requests if r.lag > most])
-        counts = [min(r.lag, most) for r in requests]
-        entries = [Entries(r, r.committed - n, n) for r, n in zip(requests, counts, strict=True)]
-        for recalls in (False, True):
-            some = [e for e in entries if e.kept != recalls]
-            while some:
-                enters = next((each for each in self.entering if each.batch >= len(some)), self.entering[-1])
-                self._enter(enters, some[: enters.batch], recalls)
-                some = some[enters.batch :]
-        return found
-
-    def _write(self, entries: Sequence[Entries]) -> None:
-        """Write draft KV whose roots nobody wants, by kept features, or by features that the target makes again."""
-        for e in entries:
-            if not e.kept:  # rare: a head that reads all of a request is far behind
-                for some in in_passes([e], self.entering[0].rows):
-                    self._enter(self.entering[0], some, recalls=True)
-        for some in in_passes([e for e in entries if e.kept], self._most_rows):
-            tokens, features, plan = self._inputs(some)
-            at, (tokens,) = DevicePlan.of(cast(CudaDense, self.head.dense), plan, self.cache.page_size, tokens)
-            self.head.write(tokens, features, cast(core.Plan, at), self.cache)
-
-    def _enter(self, enters: Entering, entries: Sequence[Entries], recalls: bool) -> None:
-        """Write draft KV of few positions, and store the head's result for the last of them as the request's root."""
-        features = None if recalls else [e.features() for e in entries]
-        enters.run(self._plan(entries), [e.text for e in entries], features, [e.request.seq.row for e in entries])
-
-    def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None) -> Drafted:
-        if deepen is not None:
-            return super().draft(batch, depths, deepen)
-        able = [
-            min(depth, self._steps) if isinstance(r.head.root, DeviceRoot) else 0
-            for r, depth in zip(batch, depths, strict=True)
-        ]
-        deepest = max(able, default=0)
-        # Round up to levels that graphs are made for. Each seat knows its own depth.
-        levels = min(n for n in drafted_levels(self._geometry.shape) if n >= deepest) if deepest else 0
-        return AskedRound(batch, able, levels)
-
-    def unite(self, drafted: Drafted, trees: core.TreeBatch) -> Drafted | None:
-        if not isinstance(drafted, AskedRound) or not drafted.levels:
-            return None
-        return replace(drafted, others=trees)
-
-    def _root(self, request: Request) -> Root:
-        root = request.head.root
-        if not isinstance(root, DeviceRoot):
-            return super()._root(request)
-        return Root(self._roots.logits[root.row].to("cpu", torch.float32), self._roots.hidden[root.row])
-
-
-def in_passes(entries: Sequence[Entries], most: int) -> Iterator[list[Entries]]:
-    """Split entries into passes of up to ``most`` rows, for which scratch memory is reserved.
-
-    A chunk of prefill has no more rows, but after an error the entries of several chunks may wait.
-    """
-    some: list[Entries] = []
-    room = most
-    for e in entries:
-        start, end = e.start, e.start + e.count
-        while start < end:
-            some.append(Entries(e.request, start, min(room, end - start)))
-            start, room = start + some[-1].count, room - some[-1].count
-            if not room:
-                yield some
-                some, room = [], most
-    if some:
-        yield some

@@ -86,7 +86,8 @@ class Entering:
         plan, of_target, a = self._of_head, self._of_target, inputs.there
 
         def run(_: int) -> None:
-            assert m.head is not None and m.draft_cache is not None and m.roots is not None
+            assert m.head is not None and m.head.passes == "steps"
+            assert m.draft_cache is not None and m.roots is not None
             m.dense.forget()
             inputs.write_arrays(m.dense.stream)
             if recalls:

@@ -215,6 +215,7 @@ class HostDrafts(KeptInputs):
     """
 
     catches_up = False
+    visible = True
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -20,7 +21,30 @@ from specrs.models.features import gather
 from specrs.models.head import AnyHead, BlockDrafter, StepDrafter
 from specrs.models.ops import KvMemory
 
-_CANDIDATES = 32  # likeliest tokens of a level that are scored behind each prefix
+CANDIDATES = 32  # likeliest tokens of a level that are scored behind each prefix
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a round, a request's at its place in each list.
+
+    Attributes:
+        seqs: the sequences.
+        lens: positions before each block.
+        firsts: the first position that each attends to, a multiple of the page size.
+        roots: each request's last token.
+        rows: rows of each block.
+        levels: levels to draft; 0 of a request that does not draft.
+        heats: the factor on each request's scores.
+    """
+
+    seqs: Sequence[core.Sequence]
+    lens: Sequence[int]
+    firsts: Sequence[int]
+    roots: list[int]
+    rows: Sequence[int]
+    levels: Sequence[int]
+    heats: Sequence[float]
 
 
 class HostBlocks(KeptInputs):
@@ -32,12 +56,15 @@ class HostBlocks(KeptInputs):
     """
 
     catches_up = True
+    visible = True
 
     def __init__(self, head: BlockDrafter, cache: KvMemory, planner: core.Planner, config: EngineConfig) -> None:
         super().__init__(planner)
         assert isinstance(config, BlockEngineConfig)
         self.head, self.cache = head, cache
         self._width, self._nodes, self._levels = config.width, config.nodes, config.head_shape.steps
+        # Where levels depend on the path, more tokens than a node has children are scored.
+        self._listed = self._width if head.path_head is None else max(CANDIDATES, self._width)
         self._wall = planner.geometry.max_context_len
 
     def extend(self, requests: Sequence[Request]) -> Sequence[object]:
@@ -51,56 +78,63 @@ class HostBlocks(KeptInputs):
         return [non_finite("draft KV", part.flatten()) or True for part in parts]
 
     def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None) -> Drafted:
-        rows = [self._rows(length) if depth > 0 and r.head.root else 0 for r, length, depth in zip(
-            batch, batch.lens, depths, strict=True)]  # fmt: skip
-        levels = [
-            min(depth, self._levels, self.head.config.levels(count)) for depth, count in zip(depths, rows, strict=True)
+        sizes = [
+            self.sizes(depth, self._wall - length) if depth > 0 and r.head.root else (0, 0)
+            for r, length, depth in zip(batch, batch.lens, depths, strict=True)
         ]
-        logits, hidden = self._run(batch, rows, levels)
-        heats, roots = _heats(batch), [r.tokens[-1] for r in batch]
-        width = self._width if self.head.path_head is None else max(_CANDIDATES, self._width)
-        lists = _lists(self.head, logits, levels, heats, width)
-        if self.head.path_head is not None:
-            self._walk(lists, roots, levels, hidden, heats)
-        faults = [(error, batch.lens[error.request]) for error in lists.faults]
+        rows, levels = [rows for rows, _ in sizes], [levels for _, levels in sizes]
+        firsts, roots = [r.head.first for r in batch], [r.tokens[-1] for r in batch]
+        lists = self.lists(Blocks(batch.seqs, batch.lens, firsts, roots, rows, levels, heats_of(batch)))
+        faults = [(error, self._sound(batch, error.request)) for error in lists.faults]
         return HostDrafted(lists.trees(roots, self._nodes), max(levels, default=0), faults)
 
-    def _rows(self, length: int) -> int:
-        """Rows of a block behind so many positions: fewer at the context's end."""
-        return min(self.head.config.block_size, self._wall - length)
+    def sizes(self, depth: int, room: int) -> tuple[int, int]:
+        """Return a block's rows, and its levels, of which ``depth`` are of use, with ``room`` positions behind the
+        request."""
+        rows = min(self.head.config.block_size, room)
+        return rows, min(depth, self._levels, self.head.config.levels(rows))
 
-    def _run(self, batch: Batch, rows: Sequence[int], levels: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the blocks of those requests that draft. Returns logits and rows of each level, request by request."""
-        some = [i for i, count in enumerate(levels) if count]
-        requests, counts = [batch.requests[i] for i in some], [rows[i] for i in some]
-        plan = self._planner.extend([r.seq for r in requests], [batch.lens[i] for i in some], counts)
-        plan = begun(plan, (r.head for r in requests))
-        if not self.head.config.causal:
-            plan = plan.attending_block()
-        tokens = [t for r, count in zip(requests, counts, strict=True) for t in self.head.block(r.tokens[-1], count)]
-        skipped, starts = 0 if self.head.config.anchor else 1, accumulate(counts, initial=0)
-        wanted = [start + skipped + level for i, start in zip(some, starts) for level in range(levels[i])]  # noqa: B905
+    def lists(self, blocks: Blocks) -> core.DraftLists:
+        """Run blocks, and return the lists of their levels."""
+        plan, tokens, wanted = self._plan_blocks(blocks)
         logits, hidden = self.head.draft(torch.tensor(tokens), plan, self.cache, torch.tensor(wanted))
-        return self.head.dense.host(logits), hidden
+        lists = lists_of(self.head, self.head.dense.host(logits), blocks.levels, blocks.heats, self._listed)
+        self._walk(lists, blocks, hidden)
+        return lists
 
-    def _walk(
-        self, lists: core.DraftLists, roots: list[int], levels: Sequence[int], hidden: torch.Tensor,
-        heats: Sequence[float],
-    ) -> None:  # fmt: skip
-        """Let each level's lists depend on the path, by the head's own network."""
-        path_head = self.head.path_head
-        assert path_head is not None
-        some = lists.begin(roots, self._width)
-        if not some:
+    def _sound(self, batch: Batch, request: int) -> int:
+        """Return the positions of a request whose draft KV is sound, though its block's scores are not."""
+        return batch.lens[request]
+
+    def _plan_blocks(self, blocks: Blocks) -> tuple[core.Plan, list[int], list[int]]:
+        """Return the plan of the blocks of those requests that draft, their tokens, and the rows of all levels."""
+        some, config = [i for i, count in enumerate(blocks.levels) if count], self.head.config
+        seqs, counts = [blocks.seqs[i] for i in some], [blocks.rows[i] for i in some]
+        plan = self._planner.extend(seqs, [blocks.lens[i] for i in some], counts)
+        if any(firsts := [blocks.firsts[i] for i in some]):
+            plan = plan.attending_from(firsts)
+        if not config.causal:
+            plan = plan.attending_block()
+        each = list(zip(some, counts, accumulate(counts, initial=0)))  # noqa: B905
+        tokens = [t for i, count, _ in each for t in self.head.block(blocks.roots[i], count)]
+        skipped = 0 if config.anchor else 1
+        wanted = [start + skipped + level for i, _, start in each for level in range(blocks.levels[i])]
+        return plan, tokens, wanted
+
+    def _walk(self, lists: core.DraftLists, blocks: Blocks, hidden: torch.Tensor) -> None:
+        """Let each level's lists depend on the path, by the head's own network, if it has one."""
+        path_head, levels = self.head.path_head, blocks.levels
+        some = [] if path_head is None else lists.begin(blocks.roots, self._width)
+        if path_head is None or not some:
             return
-        starts = list(accumulate(levels, initial=0))
-        heat = torch.tensor([heats[i] for i in some])[:, None, None]
-        ids, state = from_dlpack(lists.ids).long(), None
+        starts, at = list(accumulate(levels, initial=0)), hidden.device
+        heat = torch.tensor([blocks.heats[i] for i in some])[:, None, None]
+        ids, state = from_dlpack(lists.ids).long().to(at), None
         for level in range(max(levels[i] for i in some)):
-            at = torch.tensor([starts[i] + min(level, levels[i] - 1) for i in some])
-            tokens, parents = (from_dlpack(a).long() for a in (lists.tokens, lists.parents))
-            bias, state = path_head.bias(level, tokens, hidden[at], ids[at], state, parents)
-            lists.advance((bias * heat).contiguous())
+            of_level = torch.tensor([starts[i] + min(level, levels[i] - 1) for i in some]).to(at)
+            tokens, parents = (from_dlpack(a).long().to(at) for a in (lists.tokens, lists.parents))
+            bias, state = path_head.bias(level, tokens, hidden[of_level], ids[of_level], state, parents)
+            lists.advance((self.head.dense.host(bias) * heat).contiguous())
 
 
 class HostMasks(KeptInputs):
@@ -112,6 +146,7 @@ class HostMasks(KeptInputs):
     """
 
     catches_up = False
+    visible = True
 
     def __init__(self, head: StepDrafter, cache: KvMemory, planner: core.Planner, config: BlockEngineConfig) -> None:
         super().__init__(planner)
@@ -142,19 +177,19 @@ class HostMasks(KeptInputs):
         for i, (root, count) in enumerate(zip(roots, levels, strict=True)):
             if root is not None and count:
                 parts += [root[None], *([behind[i]] if i in behind else [])]
-        lists = _lists(self.head, torch.cat(parts), levels, _heats(batch), self._width)
+        lists = lists_of(self.head, torch.cat(parts), levels, heats_of(batch), self._width)
         faults = [(error, batch.lens[error.request]) for error in lists.faults]
         trees = lists.trees([r.tokens[-1] for r in batch], self._nodes)
         return HostDrafted(trees, max(levels, default=0), faults)
 
 
-def _heats(batch: Batch) -> list[float]:
+def heats_of(batch: Batch) -> list[float]:
     """The factor on each request's scores: drafts of a sampled token are accepted as it is drawn. Scores stay finite at
     any temperature."""
     return [1 / max(r.params.temperature, 1e-3) if r.params.temperature > 0 else 1.0 for r in batch]
 
 
-def _lists(
+def lists_of(
     head: AnyHead, logits: torch.Tensor, levels: Sequence[int], heats: Sequence[float], width: int
 ) -> core.DraftLists:
     """The lists of all levels, whose rows of logits stand request by request."""

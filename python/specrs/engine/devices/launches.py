@@ -19,7 +19,7 @@ from specrs import _specrs as core
 from specrs._specrs import Plan
 from specrs.backends.base import Phase
 from specrs.engine.devices.given import Given
-from specrs.engine.devices.memory import BucketMemory, Models
+from specrs.engine.devices.memory import BucketMemory, Models, hosts_trees
 from specrs.engine.drafting.levels import most_nodes
 from specrs.models.cuda import DevicePlan
 from specrs.models.features import FeatureRows
@@ -44,7 +44,8 @@ class Variant:
     Attributes:
         batch: number of seats.
         levels: levels of the trees; 0 for a round of roots alone.
-        follow: True if the head runs over the accepted tokens, by the features of the target's pass.
+        follow: True if the head runs over the accepted tokens, by the features of the target's pass. A head of blocks
+            does in rounds of roots alone too.
         edits: room for sampling's edits of tokens; ``None`` if all requests are greedy and have no edits.
         loop: True if the device repeats the round by itself.
         trees: True if the host makes the trees, with at most as many nodes as trees of ``levels`` levels have.
@@ -75,7 +76,7 @@ class Launches:
         self._plan_arrays: dict[tuple[str, int], PlanArrays] = {}
         phases: tuple[Phase, ...] = ("draft", "decode")
         self._plans = {name: self._plan(name, 0) for name in phases}
-        self._extends = {trees: self._plan("extend", most) for trees, most in memory.paths.items()}
+        self._extends = {most: self._plan("extend", most) for most in {1, *memory.paths.values()}}
         levels = range(1, self._shape.steps + 1)
         self._verifies = {n: self._plan("verify", most_nodes(self._shape, n)) for n in levels}
         # Verification of each kind counts in scratch memory of its own, because the layout depends on its sizes. A
@@ -147,11 +148,13 @@ class Launches:
         """Group the arrays that one model passes to the other, and the arrays that the device drafts with."""
         act, b, shape, aux = self._m.activations, self.batch, self._shape, self._m.target.aux_layers
         assert act is not None
-        nodes = {levels: b * most_nodes(shape, levels) for levels in range(1, shape.steps + 1)}
+        nodes = {levels: b * most_nodes(shape, levels) for levels in range(shape.steps + 1)}
         self._features = {levels: FeatureRows(aux, act.features[:, :n]) for levels, n in nodes.items()}
         self._path_features = act.path_features[:, : b * max(self._memory.paths.values())]
-        self.root_logits, self._root_hidden = act.root_logits[:b], act.root_hidden[:b]
-        self._step_hidden = act.step_hidden[: b * shape.topk]
+        if act.roots is None:
+            return
+        self.root_logits, self._root_hidden = act.roots.logits[:b], act.roots.hidden[:b]
+        self._step_hidden = act.roots.step_hidden[: b * shape.topk]
         a, out = self._memory.arrays, self._memory.found
         self._beams = BeamArrays(
             scores=a["scores"], candidate_tokens=a["candidate tokens"], candidate_parents=a["candidate parents"],
@@ -223,8 +226,8 @@ class Launches:
         self._accept(variant, logits)
         if variant.levels:
             self._commit(variant)
-            if variant.follow:
-                self._extend(variant)
+        if variant.follow:
+            self._extend(variant)
         self._end(handle)
         return logits
 
@@ -239,7 +242,7 @@ class Launches:
     def _draft(self, levels: int, trees: BuiltTrees) -> None:
         m, given, a = self._m, self._memory.given, self._memory.arrays
         head, roots = m.head, m.roots
-        assert head is not None and roots is not None and m.draft_cache is not None
+        assert head is not None and head.passes == "steps" and roots is not None and m.draft_cache is not None
         rows, stream = given["root_from"], m.dense.stream
         core._device_copy_rows(roots.logits, rows, self.root_logits, None, None, stream)
         core._device_copy_rows(roots.hidden, rows, self._root_hidden, None, None, stream)
@@ -287,12 +290,12 @@ class Launches:
 
     def _to_verify(self, variant: Variant) -> tuple[torch.Tensor, DevicePlan, FeatureRows | None]:
         levels, trees = variant.levels, self._verified(variant)
+        features = self._features[levels] if variant.follow else None
         if not levels:
             self._plan_step("decode")
-            return self._memory.given["roots"], self._plans["decode"], None
+            return self._memory.given["roots"], self._plans["decode"], features
         nodes = most_nodes(self._shape, levels)
         self._plan_step("verify", offsets=trees.offsets, parents=trees.parents, nodes=nodes)
-        features = self._features[levels] if variant.follow else None
         return trees.tokens, self._verifies[levels], features
 
     def _plan_step(
@@ -315,7 +318,7 @@ class Launches:
     def _accept(self, variant: Variant, logits: torch.Tensor) -> None:
         given, stream, nodes = self._memory.given, self._m.dense.stream, most_nodes(self._shape, variant.levels)
         scratch = self._scratch[variant.levels, variant.edits is not None, variant.trees]
-        path = self._memory.paths[variant.trees] if variant.levels else 1
+        path = self._path(variant)
         trees, accepts = self._verified(variant), self._accepts[path]
         if variant.edits is None:
             core._device_verify_greedy(
@@ -329,10 +332,14 @@ class Launches:
             samplers=self._given.samplers[variant.edits], accepts=accepts, scratch=scratch, stream=stream,
         )  # fmt: skip
 
+    def _path(self, variant: Variant) -> int:
+        """Return the most nodes of an accepted path."""
+        return self._memory.paths[variant.trees] if variant.levels else 1
+
     def _commit(self, variant: Variant) -> None:
         """Move the KV of each accepted path to the end of its prefix."""
         m, out, given = self._m, self._memory.found, self._memory.given
-        if self._shape.topk == 1 and not (variant.trees and m.config.sources):
+        if self._shape.topk == 1 and not (variant.trees and hosts_trees(m.config)):
             return  # a chain is already in its place
         moves = self._moves
         core._device_kv_commit(
@@ -345,14 +352,17 @@ class Launches:
 
     def _extend(self, variant: Variant) -> None:
         """Run the head over the accepted paths, up to the next roots."""
-        m, out = self._m, self._memory.found
-        assert m.head is not None and m.roots is not None and m.draft_cache is not None
-        path = self._memory.paths[variant.trees]
-        nodes, plan = self.batch * path, cast(Plan, self._extends[variant.trees])
+        m, out, path = self._m, self._memory.found, self._path(variant)
+        assert m.head is not None and m.draft_cache is not None
+        nodes, plan = self.batch * path, cast(Plan, self._extends[path])
         self._plan_step("extend", offsets=out["offsets"], nodes=path)
         path_features = self._path_features[:, :nodes]
         for layer, features in zip(self._features[variant.levels].layers, path_features, strict=True):
             core._device_gather_rows(layer, out["rows"][:nodes], 0, None, features, m.dense.stream)
+        if m.head.passes == "block":
+            m.head.write(path_features.unbind(0), plan, m.draft_cache)
+            return
+        assert m.roots is not None
         logits, hidden = m.head.extend(
             out["tokens"][:nodes], path_features.unbind(0), plan, m.draft_cache, out["offsets"][1:], -1
         )

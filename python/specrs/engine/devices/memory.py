@@ -18,9 +18,10 @@ from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
 from specrs._specrs import Geometry
-from specrs.engine.config import EngineConfig
+from specrs.engine.config import BlockEngineConfig, EngineConfig
 from specrs.engine.devices.format_arrays import FormatArrays, Regions, format_regions, poisons
 from specrs.engine.drafting.chooser import TAIL
+from specrs.models.block_head import BlockHead
 from specrs.models.cuda import CudaDense
 from specrs.models.cuda_attention import CudaAttention, DeviceAttention
 from specrs.models.eagle3 import Eagle3Head
@@ -28,6 +29,7 @@ from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
 
 STOPS = 8  # stop tokens of a request that the device checks; the host checks all
+MOST_BLOCK_ROWS = 256  # limit of a pass that drafts all levels, so that logits take little; larger batches take several
 _ENTERING, _ENTERING_ROWS = 8, 512  # requests that enter together, and their positions in all
 _PROMPT_ROWS = 16, 32, 64, 128, 192, 256  # positions of passes over prompts that have a graph
 _RESULTS = 32  # rounds whose results are kept
@@ -60,23 +62,37 @@ class Activations:
     Attributes:
         features: features of the target's pass, [layers, B * V, h].
         path_features: features of accepted nodes, [layers, B * path, h].
-        root_logits: the head's logits of the roots, B rows.
-        root_hidden: the head's hidden states of the roots, B rows.
-        step_hidden: hidden states that go into a draft step, B * K rows.
+        roots: what a round's drafts begin with; ``None`` of a head of blocks.
     """
 
-    def __init__(self, target: LlamaModel, head: Eagle3Head, config: EngineConfig, geometry: Geometry) -> None:
-        at, shape, b = head.placement, geometry.shape, geometry.max_batch
-        layers, wide, h = len(head.aux_layers), target.config.hidden_size, head.config.hidden_size
-        self.features = at.empty(layers, b * shape.draft_tokens, wide)
+    def __init__(
+        self, target: LlamaModel, head: Eagle3Head | BlockHead, config: EngineConfig, geometry: Geometry
+    ) -> None:
+        at, b = head.placement, geometry.max_batch
+        layers, wide = len(head.aux_layers), target.config.hidden_size
+        self.features = at.empty(layers, b * geometry.shape.draft_tokens, wide)
         self.path_features = at.empty(layers, b * longest_path(config, geometry, trees=True), wide)
-        self.root_logits = at.for_logits().empty(b, head.vocab_size)
-        self.root_hidden, self.step_hidden = at.empty(b, h), at.empty(b * shape.topk, h)
+        self.roots = RoundRoots(head, geometry) if head.passes == "steps" else None
 
     def poison(self) -> None:
         """Fill all arrays with NaN."""
-        for tensor in vars(self).values():
+        for tensor in (self.features, self.path_features, *(vars(self.roots).values() if self.roots else ())):
             tensor.fill_(math.nan)
+
+
+class RoundRoots:
+    """Arrays that the drafts of a round begin with, and those of its draft steps.
+
+    Attributes:
+        logits: the head's logits of the roots, B rows.
+        hidden: the head's hidden states of the roots, B rows.
+        step_hidden: hidden states that go into a draft step, B * K rows.
+    """
+
+    def __init__(self, head: Eagle3Head, geometry: Geometry) -> None:
+        at, b, h = head.placement, geometry.max_batch, head.config.hidden_size
+        self.logits = at.for_logits().empty(b, head.vocab_size)
+        self.hidden, self.step_hidden = at.empty(b, h), at.empty(b * geometry.shape.topk, h)
 
 
 @dataclass(eq=False)
@@ -89,7 +105,7 @@ class Models:
         cache: the target's KV.
         head: the draft head; ``None`` without one, as are the other attributes of the head.
         draft_cache: the head's KV.
-        roots: the head's results for roots.
+        roots: the head's results for roots; ``None`` of a head of blocks.
         to_target: int32, the target's token of each draft id; ``None`` if the ids are the same, or without a head.
         geometry: the engine's geometry.
         config: the engine's configuration.
@@ -103,7 +119,7 @@ class Models:
     dense: CudaDense
     target: LlamaModel
     cache: KvMemory
-    head: Eagle3Head | None
+    head: Eagle3Head | BlockHead | None
     draft_cache: KvMemory | None
     roots: Roots | None
     to_target: torch.Tensor | None
@@ -193,12 +209,12 @@ class BucketMemory:
             "minus": ("int32", batch),
             **_plans(batch, g.shape, path),
         }
-        if models.head is not None:
+        if models.head is not None and models.head.passes == "steps":
             regions |= _drafts(batch, g.shape, models.head.vocab_size, cuda.index, bool(config.sources))
-        if g.page_size > 1 and (g.shape.topk > 1 or config.sources):
+        if g.page_size > 1 and (g.shape.topk > 1 or hosts_trees(config)):
             regions |= dict.fromkeys(("move src", "move dst"), ("int32", batch * path))
             regions["move offsets"] = ("int32", batch + 1)
-        if models.head is not None and reads_holes(config, g):
+        if models.head is not None and models.head.passes == "steps" and reads_holes(config, g):
             # A branch begins with whole pages, before which lies the tail of the prefix.
             copies = batch * (g.shape.topk - 1) * (g.page_size - 1)
             regions |= dict.fromkeys(("tail src", "tail dst"), ("int32", copies))
@@ -286,6 +302,18 @@ def _drafts(batch: int, shape: core.TreeShape, vocab: int, ordinal: int, unites:
         regions |= {f"own {name}": ("int32", batch * v) for name in names}
         regions["own scores"] = ("float32", batch * v)
     return regions
+
+
+def hosts_trees(config: EngineConfig) -> bool:
+    """Return whether the host makes trees for rounds to verify: of other sources, or of a head's lists of levels."""
+    return bool(config.sources) or isinstance(config, BlockEngineConfig)
+
+
+def step_rows(config: EngineConfig, geometry: Geometry) -> int:
+    """Return the most rows of a pass that drafts: one level, or all in one."""
+    if isinstance(config, BlockEngineConfig):
+        return min(MOST_BLOCK_ROWS, config.max_batch * config.rows)
+    return config.max_batch * geometry.shape.topk
 
 
 def reads_holes(config: EngineConfig, geometry: Geometry) -> bool:

@@ -15,9 +15,20 @@ import torch
 from specrs import _specrs as core
 from specrs._specrs import ConfigError, DeviceMemoryError, Geometry
 from specrs.backends import on_device
-from specrs.engine.config import EngineConfig
-from specrs.engine.devices.memory import buckets, entering, format_arrays, longest_path, prompt_sizes
+from specrs.engine.config import BlockEngineConfig, EngineConfig
+from specrs.engine.devices.host_blocks import CANDIDATES
+from specrs.engine.devices.memory import (
+    MOST_BLOCK_ROWS,
+    buckets,
+    entering,
+    format_arrays,
+    hosts_trees,
+    longest_path,
+    prompt_sizes,
+    step_rows,
+)
 from specrs.engine.drafting.levels import can_unite, drafted_levels, levels_for, tiers
+from specrs.models.block_config import BlockConfig
 from specrs.models.config import LayerConfig, ModelConfig
 from specrs.models.cuda import PassSizes
 from specrs.models.cuda_attention import CudaAttention, EngineSizes, kernels_of
@@ -116,15 +127,30 @@ def head_elements(head: Head, rows: int, step_rows: int) -> int:
 
     Args:
         rows: rows of a pass over the target's features, all of which may have logits.
-        step_rows: rows of a draft step.
+        step_rows: rows of a pass that drafts.
     """
     h = head.config
+    if isinstance(h, BlockConfig):
+        tail = h.hidden_size + h.q_size + h.intermediate_size
+        block = 2 * tail + 3 * h.hidden_size + h.qkv_size
+        return 2 * (h.hidden_size + h.kv_size * h.num_layers) * rows + block * step_rows
     layer = 4 * h.hidden_size + 2 * h.qkv_size + h.q_size + h.intermediate_size
     normed = any(name.startswith(("input_norm.", "fc_norm.")) for name in head.shapes)
     features = h.aux_size if normed else 0
     writing = layer + 2 * h.kv_size if h.num_layers > 1 else 4 * h.hidden_size + 4 * h.kv_size
     tail = 4 * h.hidden_size + h.q_size + h.intermediate_size
     return (layer + writing + 2 * features + tail) * rows + (layer + h.hidden_size) * step_rows
+
+
+def _prefix_bytes(config: BlockEngineConfig, head: BlockConfig) -> int:
+    """Return the bytes that scoring tokens behind prefixes takes, for all requests of a batch together."""
+    if head.gru is None and head.markov is None:
+        return 0
+    prefixes = config.max_batch * config.width
+    inner = head.markov_rank if head.gru is None else head.gru.inner
+    states = 4 * (head.hidden_size + 4 * (head.markov_rank if head.gru is None else head.gru.state))
+    # The products of all prefixes and tokens before their sum, twice: as factors and as products.
+    return 4 * prefixes * (2 * max(CANDIDATES, config.width) * inner + states)
 
 
 @dataclass(frozen=True)
@@ -191,8 +217,11 @@ class Engine:
         yield "weights of the target", _bytes(shapes, half) + wider
         tensors = len(shapes)
         if head is not None:
-            # The last layer's rows for keys and values are stored a second time, for passes that only write draft KV.
-            again = 2 * head.config.kv_size * (2 if head.config.num_layers == 1 else 1) * head.config.hidden_size
+            # Rows for keys and values are stored a second time, for passes that only write draft KV: of the last layer,
+            # and of all layers of a head of blocks.
+            widths = 2 if head.config.num_layers == 1 else 1
+            widths = head.config.num_layers if isinstance(head.config, BlockConfig) else widths
+            again = 2 * head.config.kv_size * widths * head.config.hidden_size
             yield "weights of the draft head", _bytes(head.shapes, half) + again * half
             tensors += len(head.shapes) + 4
         positions = c.max_context_len + ROPE_SLACK
@@ -207,8 +236,10 @@ class Engine:
         norms = sum(WholeNormQkv.widths(t).values()) if t.block.whole_qk_norm else 0
         units = [(block + norms) * rows]
         if head is not None:
-            units += [head_elements(head, rows, _up(b * shape.topk, 16)), head.config.aux_size * rows]
+            units += [head_elements(head, rows, _up(step_rows(c, g), 16)), head.config.aux_size * rows]
         yield "activations", sum(units) * half
+        if head is not None and isinstance(head.config, BlockConfig) and isinstance(c, BlockEngineConfig):
+            yield "prefixes of blocks", _prefix_bytes(c, head.config)
         most = max(max(layer.hidden_size, 2 * layer.intermediate_size) for layer, _ in self.layers)
         inner = max(max(layer.hidden_size, layer.intermediate_size) for layer, _ in self.layers)
         queries = max(layer.q_size for layer, _ in self.layers)
@@ -221,7 +252,9 @@ class Engine:
         if head is not None:
             # Rows of the head's logits: draft steps, roots in three places, two passes of the largest measured size,
             # and the kept roots of all requests.
-            rows = _up(b * shape.topk, 16) + 3 * _up(b, 16) + 2 * _CALIBRATED + b
+            rows = _up(step_rows(c, g), 16) + 3 * _up(b, 16) + 2 * _CALIBRATED + b
+            if isinstance(c, BlockEngineConfig):  # copies of the roots of a pass
+                rows += min(b, MOST_BLOCK_ROWS)
             logits += head.config.draft_vocab_size * rows
         yield "logits", logits * wide
         if head is not None:
@@ -236,16 +269,20 @@ class Engine:
             levels = 2 + len(drafted_levels(shape)) if head is not None else 1
             each = 2 if c.graphs == "loop" else 1  # a round alone, and in a loop
             given = 0  # rounds with host trees, which never loop: the host makes the next trees
-            if c.sources:
+            if hosts_trees(c):
                 room = {levels_for(shape, n) for n in tiers(shape.draft_tokens)}
-                both = len(drafted_levels(shape)) if head is not None and can_unite(shape) else 0
+                unites = head is not None and can_unite(shape) and not isinstance(c, BlockEngineConfig)
+                both = len(drafted_levels(shape)) if unites else 0
                 given = len(room) * (1 + both)
             graphs = len(buckets(b)) * 2 * (levels * each + given)  # greedy, and sampled
+            graphs += 2 * len(buckets(step_rows(c, g)))  # passes that draft all levels
             yield "captured rounds and passes over prompts", (graphs + len(prompt_sizes(c))) * _CAPTURED
         # The pool's table, that of a long prompt's pass, and those of captured passes over prompts.
         tables = (
             2 * b + sum(requests for requests, _ in prompt_sizes(c)) + (1 + entering(c)[0] if head is not None else 0)
         )
+        if isinstance(c, BlockEngineConfig):  # those of passes over blocks
+            tables += 2 * b
         words = tables * g.row_pages + 16 * (c.prefill_chunk + b) + 4 * nodes * 28
         yield "page tables, plans, trees and scratch", words * 4 + _SCRATCH
         if lists := format_arrays(c, g, head is not None):

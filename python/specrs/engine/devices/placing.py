@@ -32,7 +32,7 @@ from specrs.models import (
     placed,
 )
 from specrs.models.cuda import HEAD_DIMS, unavailable
-from specrs.models.cuda_attention import kernels_of
+from specrs.models.cuda_attention import MOST_BRANCHES, kernels_of
 from specrs.models.head_config import HeadConfig
 
 _LOG = logging.getLogger("specrs")
@@ -166,6 +166,10 @@ class Wanted:
             pages = config.num_pages + 1  # page 0 is the sink
             check_memory(self.sizes, self.sizes.num_layers, pages, config.page_size, config.kv_dtype)
             return Site(ops_for(config.backend), config, geometry, head is not None, f"cpu ({why})", None)
+        if isinstance(config, BlockEngineConfig) and config.width > MOST_BRANCHES:
+            raise ConfigError(
+                f"tree = {config.tree}: {config.width} branches (K); on a GPU a list has at most {MOST_BRANCHES} tokens"
+            )
         self._check_heads(config.backend, self.sizes, *(() if head is None else (head.config,)))
         ops, ordinal = cuda_ops(place, geometry.shape, config.backend), place.device.index
         engine = Engine(self.sizes, head, config, geometry, place, attention_of(ops, ordinal))
@@ -181,7 +185,7 @@ def _for_blocks(config: EngineConfig, head: BlockConfig) -> EngineConfig:
     Raises:
         ConfigError: the backend does not attend within a block.
     """
-    if not head.causal and not isinstance(config.backend, backends.Native):
+    if not head.causal and not isinstance(config.backend, (backends.Native, backends.NativeCuda)):
         name = backends.Capabilities.of(config.backend).name
         raise ConfigError(
             f"attention_backend = {name!r}: attends causally, and a block of a {head.form_name} head does not; "

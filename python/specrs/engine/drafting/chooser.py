@@ -7,7 +7,7 @@ time.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specrs.engine.drafting.budget import ENGINE, Account, TokenBucket, request_bucket
@@ -17,7 +17,6 @@ from specrs.models.acceptance import UNKNOWN, Acceptance
 TAIL = 32
 """Positions that a head reads before its first draft, if it may begin anywhere. Fewer lose 6%, and more change 1%
 (part ``tails`` of `benches/results/gate.json`)."""
-_RISK = 0.7  # share of what those that draft may lose together that one round may risk
 _YIELD = 0.75  # share of a level's chance that the next level keeps (part ``yields`` there)
 _COOL = 0.8  # temperature up to which sampling is near to greedy
 
@@ -99,11 +98,6 @@ class TreePolicy:
         """Open the account of a new request that may generate up to ``tokens`` tokens."""
         return Account(self.kind(temperature).bucket, TokenBucket(request_bucket(tokens)))
 
-    def short(self, account: Account, batch: int, lag: int) -> float:
-        """Return how many plain rounds a request lacks to pay for catching up with ``lag`` positions and for its share
-        of a round with drafts; 0 or less if it can pay now."""
-        return self.resuming(lag, batch) + self.least_loss(batch, batch) - account.room(batch)
-
     def resuming(self, lag: int, batch: int) -> float:
         """Return the plain rounds that a batch waits until the head has run over ``lag`` positions of a request."""
         return self.costs.resume.at(lag) / self.costs.plain(batch) * batch
@@ -111,14 +105,6 @@ class TreePolicy:
     def entering(self, tokens: int, batch: int) -> float:
         """Return the plain rounds that a batch waits until the head has run over ``tokens`` positions of prompts."""
         return self.costs.enter.at(tokens) / self.costs.plain(batch)
-
-    def least_loss(self, batch: int, drafting: int) -> float:
-        """Return the plain rounds that each of ``drafting`` requests loses if its only draft node is refused."""
-        return self.lost(batch, drafting, self.least_round(batch, drafting)) / drafting
-
-    def least_round(self, batch: int, drafting: int) -> float:
-        """Return the seconds of a round in which the head drafts one node for each of ``drafting`` requests."""
-        return self.costs.drafting(batch, batch, 1) + self.costs.target.at(batch + drafting)
 
     def lost(self, batch: int, drafting: int, seconds: float) -> float:
         """Return the plain rounds that a batch loses by a round of ``seconds`` whose drafts are all refused.
@@ -143,22 +129,7 @@ class TreePolicy:
         side = [max((w - price) * total, 0.0) for w in wins]  # how far each request caused the result
         return [total * one / (sum(side) or 1.0) for one in side]
 
-    def limit(self, batch: int, rooms: Collection[float], least: float) -> float:
-        """Return the seconds that a round may take.
-
-        It risks no more than a part of what the requests that draft may lose together, so that they can still draft
-        after one bad round of many levels. But a round with one draft each may always be tried.
-
-        Args:
-            rooms: plain rounds that each request that drafts may lose.
-            least: seconds of a round with one draft each.
-        """
-        risked = _RISK * sum(rooms) / (2 * batch - len(rooms))
-        return max(self.costs.plain(batch) * (1.0 + risked), least) * (1.0 + 1e-9)
-
-    def deepen(
-        self, batch: int, levels: int, beams: Sequence[tuple[Kind, Sequence[float]]], limit: float = math.inf
-    ) -> bool:
+    def deepen(self, batch: int, levels: int, beams: Sequence[tuple[Kind, Sequence[float]]]) -> bool:
         """Return whether another draft step yields more tokens than its time yields at the present rate.
 
         Args:
@@ -166,15 +137,12 @@ class TreePolicy:
             levels: number of levels drafted so far.
             beams: for each request that drafts, its kind and the cumulative log-probabilities of its present beams,
                 best first.
-            limit: seconds that the round may take.
         """
         if not beams:
             return False
         # A step costs its own rows, and one more row to verify for each request.
         target, verified = self.costs.target, batch * (levels + 1)
         rows = sum(len(scores) for _, scores in beams)
-        if self.costs.drafting(batch, rows, levels + 1) + target.at(verified + len(beams)) > limit:
-            return False
         rate = max(sum(kind.gain for kind, _ in beams) / len(beams), 1.0) * batch / self.costs.plain(batch)
         seconds = self.costs.draft_step.at(rows) + target.at(verified + batch) - target.at(verified)
         return _YIELD * sum(kind.chance(scores[0]) for kind, scores in beams) > seconds * rate

@@ -5,11 +5,11 @@ No decision made here can change a token.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from specrs._specrs import DraftBeams, TreeShape
-from specrs.engine.drafting.budget import RATE, Account
+from specrs.engine.drafting.budget import Account
 from specrs.engine.drafting.chooser import TreePolicy
 from specrs.engine.drafting.costs import HOSTED, PLAIN, SPECULATIVE
 from specrs.engine.drafting.gathering import Gathering, HostTrees
@@ -19,8 +19,6 @@ from specrs.engine.drafting.trees import head_accepted
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
 
-_ROUNDING = 1e-9  # of plain rounds
-
 
 class Drafting:
     """Decides which requests draft, and learns from the outcome of rounds.
@@ -29,8 +27,8 @@ class Drafting:
         policy: the cost model, over measured passes; of an engine with fixed trees one in which drafts cost nothing.
         gathering: drafts of sources other than the head.
         has_head: True if a head drafts.
-        launched: True if a device launches all passes of a round together. Then trees are decided before a round, by
-            levels; else they are decided step by step, by the scores of the drafts so far.
+        launched: True if a device launches the head's drafts together with their verification. Then trees are decided
+            before a round, by levels; else by the scores of the drafts.
         tail: positions that the head reads before its first draft; ``None`` if its attention reads all of a request.
     """
 
@@ -62,7 +60,11 @@ class Drafting:
 
     def begins(self, request: Request) -> int:
         """Return the first position that the head reads of a request if it begins now: a multiple of the page size."""
-        return 0 if self.tail is None else max(request.committed - self.tail, 0) // self._page * self._page
+        return 0 if self.tail is None else self.page(max(request.committed - self.tail, 0))
+
+    def page(self, position: int) -> int:
+        """Return the first position of a position's page."""
+        return position // self._page * self._page
 
     def account(self, request: Request) -> Account:
         """Return the request's account, which pays for drafts of every source; opened at the first call."""
@@ -73,13 +75,23 @@ class Drafting:
         return account
 
     def follows(self, request: Request) -> bool:
-        """Return whether the head follows a request that was just admitted, perhaps not for the first time: if it could
-        draft now."""
-        if self.tail is None and request.head.first:
-            return False  # the prefix cache has no draft KV of what the head would have to read
-        account, least, reads = self.account(request), self.policy.least_loss(1, 1), request.prefill_target
-        reads -= request.head.shared if self.tail is None else max(request.head.shared, reads - self.tail)
-        return account.request.left >= least and account.engine.left >= least + self.policy.entering(reads, 1)
+        """Return whether the head can follow a request that was just admitted, perhaps not for the first time: not if
+        it has to read all of it, and the prefix cache lacks draft KV of that."""
+        return self.tail is not None or not request.head.first
+
+    def pays(self, request: Request, size: int, lag: int = 0) -> bool:
+        """Return whether a request in a batch of ``size`` can pay for drafts: whether its account holds anything, and
+        as much as it takes to run the head over ``lag`` positions."""
+        left = self.account(request).left(size)
+        return left > 0.0 and left >= self.policy.resuming(lag, size)
+
+    def goes_on(self, request: Request, size: int, lag: int = 0) -> bool:
+        """Return whether a request that the head follows can pay, as `pays` does. If not, a head that has to read all
+        of a request gives it up, because it would have more to read, the longer it waits."""
+        pays = self.pays(request, size, lag)
+        if not pays and self.tail is None:
+            request.give_up_drafts(request.head.end)
+        return pays
 
     def entered(self, requests: Sequence[Request]) -> None:
         """Pay for the pass behind the prompts of requests: from the engine's bucket alone, so that they keep all that
@@ -100,66 +112,37 @@ class Drafting:
         """Decide which sources' drafts the next round of a batch verifies."""
         proposals = self.gathering.ask(batch)
         others = None if proposals is None else proposals.trees
-        rooms = self._rooms(batch)
-        if not rooms or (others is not None and self._prefers_others(batch, rooms, others)):
+        head = [r.can_draft and r.max_depth > 0 and self.goes_on(r, len(batch), r.lag) for r in batch]
+        if not any(head) or (others is not None and self._prefers_others(batch, head, others)):
             return RoundPlan(batch, trees=others)
-        head = [i in rooms for i in range(len(batch))]
-        limit, levels = self._reach(batch, rooms)
-        return RoundPlan(batch, proposals, head, levels, limit, others if self.unites else None)
+        return RoundPlan(batch, proposals, head, self._levels(batch, head), others if self.unites else None)
 
-    def start(self, plan: RoundPlan) -> None:
-        """Let a round begin, now that its pages are leased: pay for what the head has to catch up with."""
-        size = len(plan.batch)
-        for r in plan.drafting:
+    def catch_up(self, requests: Sequence[Request], size: int) -> None:
+        """Let some requests of a batch of ``size`` pay for the pass of the head over the positions that it is behind
+        them."""
+        for r in requests:
             if r.lag:
                 self.account(r).pay(self.policy.resuming(r.lag, size), size)
 
-    def _rooms(self, batch: Batch, flying: Sequence[bool] | None = None) -> dict[int, float]:
-        """Return which requests the head drafts for, with the plain rounds that each may lose: the most requests that
-        can each pay their share of a round.
-
-        All requests of the batch wait for those that draft, so that a share is the larger, the fewer they are. A
-        request that is not expected to be able to pay again gives drafts up.
+    def _levels(self, batch: Batch, head: Sequence[bool], flying: float = 0.0) -> int:
+        """Return the most levels that the head drafts in a round, for the requests that ``head`` names.
 
         Args:
-            flying: for a round behind one in flight, for each request whether it drafts in that one.
+            flying: plain rounds that the round in flight may lose, for which nobody has paid yet.
         """
-        if not self.has_head:
-            return {}
-        size, policy, rooms = len(batch), self.policy, dict[int, float]()
-        least = policy.least_loss(size, size)
-        for i, r in enumerate(batch):
-            behind = flying is not None and not flying[i]  # a position that the head will not have run over
-            if not r.head.followed or r.max_depth <= behind or (flying is None and not r.can_draft):
-                continue
-            short = policy.short(self.account(r), size, r.lag + behind)
-            if short <= _ROUNDING:
-                rooms[i] = least - short
-            elif flying is None and short / RATE >= r.remaining / 2:
-                r.give_up_drafts(r.head.end)
-        while rooms and min(rooms.values()) < policy.least_loss(size, len(rooms)) - _ROUNDING:
-            del rooms[min(rooms, key=rooms.__getitem__)]
-        return rooms
-
-    def _reach(self, batch: Batch, rooms: Mapping[int, float]) -> tuple[float, int]:
-        """Return the most seconds that a round may take, and the most levels that the head drafts in it.
-
-        Args:
-            rooms: which requests of the batch it drafts for, as `_rooms` returns them.
-        """
-        policy, size = self.policy, len(batch)
-        limit = policy.limit(size, rooms.values(), policy.least_round(size, len(rooms)))
         if not self.launched:
-            return limit, self._shape.steps
-        drafting = [batch.requests[i] for i in rooms]
-        kinds, deepest = [policy.kind(r.params.temperature) for r in drafting], max(r.max_depth for r in drafting)
-        return limit, best_levels(self._shape, policy.costs, kinds, size, limit, deepest)
+            return self._shape.steps
+        drafting = [r for r, drafts in zip(batch, head, strict=True) if drafts]
+        kinds, deepest = [self.policy.kind(r.params.temperature) for r in drafting], max(r.max_depth for r in drafting)
+        left = sum(self.account(r).left(len(batch)) for r in drafting) - flying
+        return best_levels(self._shape, self.policy, kinds, len(batch), left, deepest)
 
-    def _prefers_others(self, batch: Batch, rooms: Collection[int], others: HostTrees) -> bool:
+    def _prefers_others(self, batch: Batch, head: Sequence[bool], others: HostTrees) -> bool:
         """Return whether other sources' drafts alone yield more tokens a second than the head's do."""
         if self.policy.fixed:
             return False
-        gains = [self.policy.kind(batch.requests[i].params.temperature).gain for i in rooms]
+        drafting = [r for r, drafts in zip(batch, head, strict=True) if drafts]
+        gains = [self.policy.kind(r.params.temperature).gain for r in drafting]
         return others.rate > sum(gains) / len(gains) * len(batch) / self.policy.costs.plain(len(batch))
 
     # -- during a round -----------------------------------------------------------------------------------------
@@ -175,7 +158,7 @@ class Drafting:
         """Return whether another draft step pays."""
         each, policy = zip(plan.batch, beams.scores(), depths, strict=True), self.policy
         live = [(policy.kind(r.params.temperature), scores) for r, scores, depth in each if depth > levels]
-        return policy.deepen(len(plan.batch), levels, live, plan.limit)
+        return policy.deepen(len(plan.batch), levels, live)
 
     # -- rounds ahead of the host -------------------------------------------------------------------------------
 
@@ -189,15 +172,16 @@ class Drafting:
             rows: rows of these requests in the plan's batch.
         """
         flying = [plan.head is not None and plan.head[row] for row in rows]
-        rooms = self._rooms(batch, flying)
-        if any(drafts != (i in rooms) for i, drafts in enumerate(flying)):
+        # Behind a round without drafts the head has to run over a position more, and a draft needs room behind that.
+        behind = [not drafts for drafts in flying]
+        each = zip(batch, behind, strict=True)
+        head = [r.head.followed and r.max_depth > b and self.pays(r, len(batch), r.lag + b) for r, b in each]
+        if head != flying:
             return None
-        if not rooms:
+        if not any(head):
             return plan
-        # The round in flight may lose all its drafts, for which nobody has paid yet.
         seconds = round_seconds(self._shape, self.policy.costs, len(batch), plan.levels)
-        lost = self.policy.lost(len(batch), len(rooms), seconds) / len(rooms)
-        return replace(plan, levels=self._reach(batch, {i: room - lost for i, room in rooms.items()})[1])
+        return replace(plan, levels=self._levels(batch, head, self.policy.lost(len(batch), sum(head), seconds)))
 
     def others_know_better(self, plan: RoundPlan, batch: Batch, rows: Sequence[int]) -> bool:
         """Return whether to launch no more rounds behind those in flight, because other sources' drafts are better.
@@ -211,8 +195,8 @@ class Drafting:
         proposals = self.gathering.ask(batch, spare=spare)
         if proposals is None or proposals.trees is None:
             return False
-        head = [i for i, row in enumerate(rows) if plan.head is not None and plan.head[row]]
-        return not head or self.unites or self._prefers_others(batch, head, proposals.trees)
+        head = [plan.head is not None and plan.head[row] for row in rows]
+        return not any(head) or self.unites or self._prefers_others(batch, head, proposals.trees)
 
     # -- after a round ------------------------------------------------------------------------------------------
 
@@ -248,7 +232,7 @@ class Drafting:
         gain = sum(len(p.tokens) for p in passed) / size * self.policy.costs.plain(size) / seconds
         accepted = head_accepted(outcome.verified, passed) if outcome.united else [len(p.tokens) - 1 for p in passed]
         for i, (p, drafts) in enumerate(zip(passed, outcome.head, strict=True)):
-            if not drafts:
+            if not drafts or p.request.error is not None:
                 continue
             kind = self.policy.kind(p.request.params.temperature)
             kind.learn(gain)
@@ -264,7 +248,7 @@ class Drafting:
         """
         size, sizes = len(outcome.passed), outcome.sizes
         each = zip(outcome.passed, sizes, outcome.head, strict=True)
-        drew = [p for p, nodes, drafts in each if drafts or nodes > 1]
+        drew = [p for p, nodes, drafts in each if (drafts or nodes > 1) and p.request.error is None]
         if not drew:
             return
         wins = [p.kept - 1 for p in drew]  # drafts after a stop won nothing

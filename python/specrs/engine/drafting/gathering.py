@@ -122,14 +122,12 @@ class Gathering:
         if not self.sources.all and self.grammars is None:
             return None
         self._grade()
-        # A request may be the only one that drafts, in vain.
-        size, least = len(batch), self._policy.lost(len(batch), 1, self._least_round(len(batch), 1))
-        able = [r for r in batch if r.params.speculative and self._account_of(r).room(size) >= least]
+        able = [r for r in batch if r.params.speculative and self._account_of(r).left(len(batch)) > 0.0]
         asked = able if self.sources.all else []
         if not asked and all(r.draws.grammar is None for r in batch):
             return None
         ids = {r.request_id for r in asked}
-        with self._paid(asked, size, spare):
+        with self._paid(asked, len(batch), spare):
             said = [self._said(r, r.request_id in ids) for r in batch]
             self._last = last = Proposals(batch.requests, said, [len(r.tokens) for r in batch], ids, not spare)
             if not any(map(any, said)):
@@ -170,50 +168,36 @@ class Gathering:
         return lists if len(lists) else None
 
     def _weighed(self, batch: Batch, said: Sequence[Said]) -> HostTrees | None:
-        """Merge the proposals, and choose the nodes to verify; ``None`` if plain decoding yields more tokens a second.
-
-        A round with one draft each is allowed whatever the accounts hold: tokens that a grammar forces do come.
-        """
-        policy, costs, size = self._policy, self._policy.costs, len(batch)
-        rooms = [self._account_of(r).room(size) for r, own in zip(batch, said, strict=True) if any(own)]
-        limit = policy.limit(size, rooms, self._least_round(size, len(rooms)))
-        trees = HostTrees(*self._chosen(batch, said, costs.beside[HOSTED], limit, self._tiers))
+        """Merge the proposals, and choose the nodes to verify; ``None`` if plain decoding yields more tokens a
+        second."""
+        costs, size = self._policy.costs, len(batch)
+        trees = HostTrees(*self._chosen(batch, said, costs.beside[HOSTED]))
         return trees if trees.rate > size / costs.plain(size) and max(map(len, trees.drafts)) > 1 else None
 
-    def _chosen(
-        self, batch: Batch, said: Sequence[Said], beside: float, limit: float, tiers: Sequence[int] = ()
-    ) -> tuple[list[MergedDrafts], float, float]:
+    def _chosen(self, batch: Batch, said: Sequence[Said], beside: float) -> tuple[list[MergedDrafts], float, float]:
         """Return the trees to verify, and the tokens and seconds of their round, as `choose_drafts` does.
 
         Args:
             beside: seconds that the round takes beside the target's pass.
-            limit: seconds that the round may take.
-            tiers: the rows that a tree may take, where all trees of the round take as many.
         """
-        cost, each = (self._policy.costs.target.table, beside, limit, list(tiers)), zip(batch, said, strict=True)
+        cost, each = (self._policy.costs.target.table, beside, self._tiers), zip(batch, said, strict=True)
         asked = [(r.tokens[-1], own, max(min(self._depth, r.max_depth), 0), r.draws.grammar) for r, own in each]
         return choose_drafts(asked, self.calibration, self.sources.vocab_size, self._nodes, cost)
 
-    def _least_round(self, size: int, drafting: int) -> float:
-        """Return the seconds of a round with the fewest drafts for each of ``drafting`` requests."""
-        costs, rows = self._policy.costs, size * self._tiers[0] if self._tiers else size + drafting
-        return costs.target.at(rows) + costs.beside[HOSTED]
-
-    def merge_with_head(self, batch: Batch, proposals: Proposals | None, drafted: Drafted, limit: float) -> HostTrees:
+    def merge_with_head(self, batch: Batch, proposals: Proposals | None, drafted: Drafted) -> HostTrees:
         """Return the best nodes of what the head and the other sources propose.
 
         Args:
             batch: requests of the round.
             proposals: proposals of the other sources; ``None`` without any.
             drafted: the head's trees, with the cumulative log-probability that it gives each node.
-            limit: seconds that the round may take.
         """
         assert drafted.trees is not None
         head, nothing = head_proposals(drafted.trees), list[DraftProposal | None]([None] * len(self.names))
         others = [nothing] * len(head) if proposals is None else proposals.said
         said = [[*said[:-2], own, said[-1]] for said, own in zip(others, head, strict=True)]
         beside = self._policy.costs.drafting(len(batch), len(batch), drafted.levels)
-        return HostTrees(*self._chosen(batch, said, beside, limit), drafted.levels, drafted.faults, head)
+        return HostTrees(*self._chosen(batch, said, beside), drafted.levels, drafted.faults, head)
 
     # -- after it -----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from specrs._specrs import TreeShape
-from specrs.engine.drafting.chooser import Kind
+from specrs.engine.drafting.chooser import Kind, TreePolicy
 from specrs.engine.drafting.costs import Costs, Pace, PassCost
 
 _MOST_UNITED, _LONGEST_BRANCH = 64, 8  # limits of `cuda/tree_unite.cu`, and `MergeLimits.off_spine`
@@ -96,12 +96,15 @@ def round_seconds(shape: TreeShape, costs: Costs, batch: int, levels: int) -> fl
     return costs.drafting(batch, batch * shape.topk, levels) + costs.target.at(batch * most_nodes(shape, levels))
 
 
-def best_levels(shape: TreeShape, costs: Costs, kinds: Sequence[Kind], batch: int, limit: float, deepest: int) -> int:
-    """Choose the number of levels with the most tokens per second, in a round that takes at most ``limit`` seconds.
+def best_levels(
+    shape: TreeShape, policy: TreePolicy, kinds: Sequence[Kind], batch: int, left: float, deepest: int
+) -> int:
+    """Choose the number of levels with the most tokens per second.
 
     Args:
         kinds: the kind of each request that drafts.
         batch: number of all requests of the round.
+        left: plain rounds that the requests that draft may still lose. No tree of more than one level risks more.
         deepest: the deepest level that any request can use.
     """
     choices, expected = list[tuple[float, int]](), float(batch)
@@ -111,8 +114,8 @@ def best_levels(shape: TreeShape, costs: Costs, kinds: Sequence[Kind], batch: in
         expected += sum(reached)
         if levels not in tried:
             continue
-        seconds = round_seconds(shape, costs, batch, levels)
-        if levels > 1 and seconds > limit:
+        seconds = round_seconds(shape, policy.costs, batch, levels)
+        if levels > 1 and policy.lost(batch, len(kinds), seconds) > left:
             break
         choices.append((expected / seconds, levels))
         if levels >= deepest:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ class RoundPlan:
             without any.
         head: for each request, True if the head drafts for it; ``None`` in a round without the head.
         levels: most levels of the head's drafts.
-        limit: the most seconds that the round may take.
         trees: trees of sources other than the head, to verify alone or, by a device, united with the head's; ``None``
             without any.
         began: time when the round began, on the performance counter.
@@ -34,7 +32,6 @@ class RoundPlan:
     proposals: Proposals | None = None
     head: Sequence[bool] | None = None
     levels: int = 0
-    limit: float = math.inf
     trees: HostTrees | None = None
     began: float = field(init=False, default_factory=lambda: time.perf_counter())
 

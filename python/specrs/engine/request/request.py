@@ -412,27 +412,7 @@ class Request:
             tree: the round's tree, if the request is traced.
         """
         drafts = len(new) if error is not None or cut else len(new) - 1
-        pieces: list[tuple[str, bool]] = []
-        kept = 0
-        for i, token in enumerate(new):
-            if self.remaining <= 0:
-                break
-            accepted = i < drafts
-            kept += 1
-            self.tokens.append(token)
-            self.drafted.append(accepted)
-            if token in self.ending.eos_ids or token in self.ending.stop_ids:
-                self._finish(FinishReason.STOP, token if token in self.ending.stop_ids else None)
-            elif self.spoken is not None:
-                released, hit = self.spoken.push(token, self._may_stop)
-                if released:
-                    pieces.append((released, accepted))
-                if hit is not None:
-                    self._finish(FinishReason.STOP, hit)
-            if self.finish_reason is not None:
-                break
-            if self.remaining <= 0:
-                self._finish(FinishReason.LENGTH, None)
+        kept, pieces = self._append(new, drafts)
         self.draws.commit(new[:kept])
         if self.finish_reason is None and self.draws.complete:
             self._finish(FinishReason.STOP, None)
@@ -452,6 +432,30 @@ class Request:
         self.text.extend(text for text, _ in pieces)
         rounds = self._traced(tree, new[:kept], drafts, pieces) if self.params.trace else ()
         return Passed(self, new, kept, pieces, self.finish_reason is not None, scored, rounds)
+
+    def _append(self, new: Sequence[int], drafts: int) -> tuple[int, list[tuple[str, bool]]]:
+        """Append tokens up to the first one that ends the request. Returns how many, and the text that they release.
+
+        Args:
+            drafts: the number of tokens in front that are accepted drafts.
+        """
+        pieces: list[tuple[str, bool]] = []
+        for i, token in enumerate(new):
+            if self.finish_reason is not None or self.remaining <= 0:
+                return i, pieces
+            self.tokens.append(token)
+            self.drafted.append(i < drafts)
+            if token in self.ending.eos_ids or token in self.ending.stop_ids:
+                self._finish(FinishReason.STOP, token if token in self.ending.stop_ids else None)
+            elif self.spoken is not None:
+                released, hit = self.spoken.push(token, self._may_stop)
+                if released:
+                    pieces.append((released, i < drafts))
+                if hit is not None:
+                    self._finish(FinishReason.STOP, hit)
+            if self.finish_reason is None and self.remaining <= 0:
+                self._finish(FinishReason.LENGTH, None)
+        return len(new), pieces
 
     def _traced(
         self, tree: DraftTree | None, kept: Sequence[int], drafts: int, pieces: Sequence[tuple[str, bool]]

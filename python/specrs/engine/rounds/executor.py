@@ -77,9 +77,11 @@ class DraftExecutor(Protocol):
 
     Attributes:
         catches_up: True if the passes over positions that the head is behind cost next to nothing.
+        visible: True if the host sees the drafts before they are verified, and can choose among them.
     """
 
     catches_up: bool
+    visible: bool
 
     def keep(self, batch: Batch, passed: Pass, rows: Sequence[Sequence[int]]) -> None:
         """Keep of a pass what the head needs of the positions that each followed request has just committed.
@@ -136,7 +138,8 @@ class Executor(Protocol):
 
     @property
     def launched(self) -> bool:
-        """True if all passes of a round are launched together, so that trees are decided before it."""
+        """True if a device launches whole rounds: each request takes as many rows as the largest tree, and trees that
+        the host does not see are decided before a round."""
 
     @property
     def tail(self) -> int | None:

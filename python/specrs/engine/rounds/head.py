@@ -40,9 +40,15 @@ class Head:
             self._executor.keep(batch, passed, rows)
 
     def after_prefill(self, reqs: Sequence[Request]) -> None:
-        """Run the head over the last positions of prompts, as far as they are read."""
+        """Run the head over the last positions of prompts, as far as they are read, of requests that can pay.
+
+        For others it begins behind the prompt's full pages, because these may be shared from now on.
+        """
         self._begin(reqs)
-        self.extend(reqs)
+        self.extend([r for r in reqs if r.lag and self._drafting.goes_on(r, len(reqs))])
+        for r in reqs:
+            if r.lag:
+                r.head.begin(self._drafting.page(r.committed))
 
     def after_round(self, batch: Batch, drafted: Sequence[bool]) -> None:
         """Run the head over the new tokens of requests that it has drafted for, so that the next round drafts at once.
@@ -50,9 +56,10 @@ class Head:
         Behind others it never stays further than it would have to read (`Drafting.begins`); and where catching up costs
         next to nothing, it does so before much waits for it.
         """
-        late = [r.lag >= _MAX_LAG and self._executor.catches_up for r in batch]
-        each = zip(batch, drafted, late, strict=True)
-        self.extend([r for r, drew, is_late in each if (drew or is_late) and r.finish_reason is None])
+        going = [(r, drew) for r, drew in zip(batch, drafted, strict=True) if r.finish_reason is None]
+        late = [r for r, drew in going if not drew and r.lag >= _MAX_LAG and self._executor.catches_up]
+        self._drafting.catch_up(late, len(batch))
+        self.extend([r for r, drew in going if drew] + late)
         self._begin(batch.requests)
 
     def _begin(self, reqs: Sequence[Request]) -> None:
@@ -91,7 +98,7 @@ class Head:
         self.extend(plan.drafting)
         if self._drafting.merges(plan):
             drafted = self._step_by_step(plan)
-            return self._drafting.gathering.merge_with_head(plan.batch, plan.proposals, drafted, plan.limit)
+            return self._drafting.gathering.merge_with_head(plan.batch, plan.proposals, drafted)
         if self._observers:
             return self._step_by_step(plan)
         drafted = self._executor.draft(plan.batch, self._depths(plan), None)

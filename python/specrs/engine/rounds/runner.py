@@ -59,9 +59,8 @@ class Runner:
         most = config.nodes if drafts is not None or config.sources else 1
         sizes = tiers(most) if executor.launched else None
         gathering = Gathering(Sources(config.sources, vocab_size), most, config.deepest, sizes)
-        self.drafting = Drafting(
-            geometry.shape, config.page_size, drafts is not None, gathering, executor.launched, executor.tail
-        )
+        unseen = executor.launched and not (drafts is not None and drafts.visible)
+        self.drafting = Drafting(geometry.shape, config.page_size, drafts is not None, gathering, unseen, executor.tail)
         self.head = None if drafts is None else Head(drafts, self.drafting, self.observers)
         self.pages = Pages(pool, config, geometry, executor.copy, drafts is not None)
         rows = geometry.max_batch * most
@@ -76,7 +75,7 @@ class Runner:
             self.drafting.price(self.executor.policy(self.pages))
 
     def admit(self, request: Request) -> None:
-        """Give the request a row of the page table, and decide whether the head follows it."""
+        """Give the request a row of the page table. The head follows it if it can."""
         request.head.followed &= self.head is not None
         self.pages.admit(request)
         if request.head.followed and not self.drafting.follows(request):
@@ -228,7 +227,7 @@ class Runner:
         """Launch a round: lease its pages, launch its drafts, and launch the target's pass over the drafts."""
         plan, lease, need = self._round_lease(plan)
         with _naming(batch.requests), self._rolled_back(batch, lease):
-            self.drafting.start(plan)
+            self.drafting.catch_up(plan.drafting, len(batch))
             observers = list(self.observers)
             for o in observers:
                 positions = [n + more for n, more in zip(batch.lens, need, strict=True)]

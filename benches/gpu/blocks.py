@@ -1,0 +1,125 @@
+"""Heads that draft all levels in one pass on a GPU: seconds of their rounds beside plain ones.
+
+Weights are random, and the target has the shape of Llama-3.2-1B. Drafts of a random head are hardly ever accepted: what
+is measured is how long a round takes with a block's drafts, and the part of it that drafts (`CudaBlocks.lists` and the
+making of trees). Of a Markov head also what drafting takes where the scores behind each prefix are made level by level,
+instead of all pairs of tokens at once, and where there are none. Tokens must be those of plain decoding.
+
+    python benches/gpu/blocks.py [--json FILE] [--rounds 24] [--batches 1,8] [--context 1024]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "python"))
+import blockzoo
+import reference_blocks
+from common import commit, versions
+from reference_blocks import Block
+from specrs import LLM
+from specrs.measuring.machine import driver
+from specrs.measuring.rounds import random_prompts, rounds, steady
+from specrs.measuring.shapes import shape_config
+from specrs.models import LlamaModel, ModelConfig
+from specrs.models.path_heads import MarkovHead
+
+HEAD = Block(
+    rows=16, mask=3, hidden=2048, target_hidden=2048, heads=32, kv_heads=8, head_dim=64, inner=8192, vocab=128256,
+    layers=5, streams=(2, 5, 8, 11, 14), eps=1e-5, rank=256, state=1024,
+)  # fmt: skip
+FORMS: dict[str, tuple[str, Block]] = {
+    "DFlash": ("DFlash", HEAD),
+    "JetSpec": ("JetSpec", replace(HEAD, causal=True)),
+    "DSpark": ("DSpark", replace(HEAD, rows=7, layers=2, streams=(7, 14), anchor=True, markov="vanilla")),
+}
+TREES = {"DFlash": (8, 15, 32), "JetSpec": (8, 15, 32), "DSpark": (8, 7, 32)}
+
+
+def write_target(directory: Path) -> None:
+    """A target of random weights, drawn on the GPU."""
+    raw = shape_config("llama-3.2-1b")
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(raw))
+    shapes = LlamaModel.shapes(ModelConfig.from_dict(raw))
+    generator = torch.Generator("cuda").manual_seed(0)
+    tensors = {}
+    for name, shape in shapes.items():
+        drawn = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        tensors[name] = (1.0 + 0.1 * drawn if len(shape) == 1 else drawn * shape[-1] ** -0.5).cpu()
+    save_file(tensors, directory / "model.safetensors")
+
+
+def drafting(llm: LLM, batch: int) -> float:
+    """Seconds of the pass that drafts for so many requests, as the cost model measures it."""
+    executor: Any = llm._runner.executor
+    with executor.entered():
+        return float(executor._drafting(batch, llm._runner.pages))
+
+
+def main() -> None:
+    """Measure every form and batch, print and write them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--context", type=int, default=1024)
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {
+        "commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "device": torch.cuda.get_device_name(), "driver": driver(), "versions": versions(),
+        "target": "random weights in the shape of Llama-3.2-1B", "context": args.context, "rows": rows,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        write_target(root / "target")
+        for name, (form, block) in FORMS.items():
+            weights = reference_blocks.random_block(block, 1)
+            half = {key: value.bfloat16() for key, value in weights.items()}
+            blockzoo.save_block(root / name, form, block, 16, half)
+        for batch in map(int, args.batches.split(",")):
+            prompts = random_prompts(batch, args.context, 128000)
+            options: dict[str, Any] = {
+                "device": "cuda", "max_batch": batch, "page_size": 16, "prefill_chunk": 2048, "prefix_cache": False,
+                "max_context_len": args.context + 8 * args.rounds + batch * args.context // 2048 + 256,
+            }  # fmt: skip
+            wanted: list[list[int]] = []
+            for name in ("plain", *FORMS):
+                extra: dict[str, Any] = {"speculative": False} if name == "plain" else {"tree": TREES[name]}
+                with LLM(root / "target", None if name == "plain" else root / name, **options, **extra) as llm:
+                    rounds(llm, [p[:64] for p in prompts], args.rounds)  # makes the rounds' graphs
+                    tokens, figures = steady(llm, prompts, args.rounds)
+                    row = {"form": name, "batch": batch, **figures}
+                    if name == "plain":
+                        wanted = tokens
+                    else:
+                        row |= {"tree": TREES[name], "drafting_ms": round(drafting(llm, batch) * 1e3, 3)}
+                        head: Any = llm._runner.executor.drafts.head
+                        if head.path_head is not None:
+                            with mock.patch.object(MarkovHead, "pairs", False):
+                                row["drafting_ms_level_by_level"] = round(drafting(llm, batch) * 1e3, 3)
+                            head.path_head = None
+                            row["drafting_ms_but_for_prefixes"] = round(drafting(llm, batch) * 1e3, 3)
+                        short = [min(map(len, pair)) for pair in zip(tokens, wanted, strict=True)]
+                        row["same_tokens"] = all(a[:n] == b[:n] for a, b, n in zip(tokens, wanted, short, strict=True))
+                rows.append(row)
+                print(row, flush=True)
+                if args.json:
+                    args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
