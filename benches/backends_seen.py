@@ -193,11 +193,13 @@ def tables(measured: dict[str, Any], tests: dict[str, Any]) -> str:
     columns = ["native", *dict.fromkeys(name for row in alone for name in row["us"] if name != "native")]
     kernels = [
         [
-            row["phase"], str(row["requests"]),
+            row["phase"], f"{row['requests']} x {row['context']}",
             *(f"{row['us'][name]:.0f}" for name in columns), f"{row['plan_us']:.0f}",
         ]
         for row in alone
     ]  # fmt: skip
+    made = list(measured["metadata"][0]["us"])
+    arrays = [[str(row["requests"]), *(f"{row['us'][name]:.0f}" for name in made)] for row in measured["metadata"]]
     most = max(apart for row in alone for apart in row["largest_difference"].values())
     runs = "".join(f"- Tests, {tests['passed']} passed in all: {_run(run)}.\n" for run in tests["runs"])
     parts = [
@@ -213,10 +215,12 @@ def tables(measured: dict[str, Any], tests: dict[str, Any]) -> str:
         ),
         "Milliseconds of all requests, pages of 16, dense, a graph a round (and over `native`'s):\n",
         _table(["tree", "`native`", *(f"`{name}`" for name in engines)], times),
-        "Microseconds of attention alone behind 8192 tokens, 32 heads over 8 of 128. Results differ from\n"
+        "Microseconds of attention alone, 32 heads over 8 of 128. Results differ from\n"
         f"`native`'s by {most:.4f} at most. `flashinfer, planned` is by a plan for these lengths; the last\n"
         "column is the host's time to make a wrapper and its plan:\n",
-        _table(["phase", "requests", *(f"`{name}`" for name in columns), "plan, on the host"], kernels),
+        _table(["phase", "requests x context", *(f"`{name}`" for name in columns), "plan, on the host"], kernels),
+        "Microseconds in which the device makes a round's arrays, tree (8, 6, 64) behind 8192 tokens, pages of 1:\n",
+        _table(["requests", *(f"`{name}`" for name in made)], arrays),
     ]  # fmt: skip
     return "\n".join(parts)
 
