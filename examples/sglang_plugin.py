@@ -10,7 +10,8 @@ exchanged: drafts come from specrs's suffix automaton over prompt and output (`S
 specrs walks the tree (`verify`). The walk draws the token that plain decoding by specrs's sampler would draw, by seed
 and position, so that sampled requests do not change with their drafts either. Attention, KV and batches are sglang's.
 
-Seen to run in the engine of sglang 0.5.14 on an H200, with its Triton attention. `main` runs a model without drafts and with the plugin:
+Seen to run in the engine of sglang 0.5.14 on an H200, with its Triton attention. `main` runs a model without drafts and
+with the plugin:
 
     python examples/sglang_plugin.py MODEL [--tokens 64] [--backend triton]
 """
