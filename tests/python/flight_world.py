@@ -481,7 +481,9 @@ class Device(HostExecutor):
 
 
 class DeviceDrafts(HostDrafts):
-    """The head's passes; roots stay on the device."""
+    """The head's passes; roots stay on the device, and so do the drafts of a round until it is verified."""
+
+    visible = False
 
     def __init__(self, device: Device, head: Any, cache: Any, config: Any) -> None:
         super().__init__(head, cache, device.planner, config, device.target.config.vocab_size)
