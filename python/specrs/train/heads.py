@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -77,7 +78,7 @@ class Lesson:
             )  # fmt: skip
 
 
-class Head(nn.Module):
+class Head(nn.Module, ABC):
     """A head in training. Embeddings are the target's, frozen, and are passed in. Names are those of published files.
 
     Attributes:
@@ -134,17 +135,17 @@ class Head(nn.Module):
         """The target's id of every draft id."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
+    @abstractmethod
     def compile_parts(self) -> None:
         """Compile what takes the time."""
-        raise NotImplementedError
 
+    @abstractmethod
     def attended(self, length: int) -> int:
         """Attention scores of a row of text of this length."""
-        raise NotImplementedError
 
+    @abstractmethod
     def scores(self, lesson: Lesson) -> Tensor:
         """float32 [levels, 4]: `counted` of every level."""
-        raise NotImplementedError
 
     def save(self, target: ModelConfig, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write config.json and model.safetensors in the published form."""
@@ -158,8 +159,9 @@ class Head(nn.Module):
         }
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
+    @abstractmethod
     def _config(self, target: ModelConfig) -> Mapping[str, Any]:
-        raise NotImplementedError
+        """Return the published form's config.json, but for the dtype."""
 
 
 def counted(logits: Tensor, wanted: Tensor, best: Tensor, chained: Tensor) -> Tensor:

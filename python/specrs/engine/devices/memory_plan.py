@@ -275,7 +275,8 @@ class Engine:
                 both = len(drafted_levels(shape)) if unites else 0
                 given = len(room) * (1 + both)
             graphs = len(buckets(b)) * 2 * (levels * each + given)  # greedy, and sampled
-            graphs += 2 * len(buckets(step_rows(c, g)))  # passes that draft all levels
+            if isinstance(c, BlockEngineConfig):
+                graphs += 2 * len(buckets(step_rows(c, g)))  # passes that draft all levels
             yield "captured rounds and passes over prompts", (graphs + len(prompt_sizes(c))) * _CAPTURED
         # The pool's table, that of a long prompt's pass, and those of captured passes over prompts.
         tables = (
