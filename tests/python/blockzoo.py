@@ -1,7 +1,7 @@
 """Directories of heads that draft blocks, as trainers write them, over random weights of `reference_blocks`.
 
-Sources: the code of DFlash's authors, SpecForge's `configs`, JetSpec, speculators' `models/dflash` and `models/dspark`,
-DeepSpec's `modeling/dspark`.
+Sources: the code of DFlash's authors, SpecForge's `configs`, JetSpec, speculators' `models/dflash`, `models/dflash2`
+and `models/dspark`, DeepSpec's `modeling/dspark`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,18 @@ def config_of(form: str, b: Block, target_layers: int) -> dict[str, Any]:
         if value != usual
     }  # fmt: skip
     gru = {} if b.free is None else {"emb_dim": b.rank, "gru_hidden_dim": b.state, "pure_draft_prefix_len": b.free}
+    sizes = {"conv_kernel_size": b.taps, "conv_group_size": b.group, "selector_rank": b.rank,
+             "selector_top_k": b.candidates} if b.taps else {}  # fmt: skip
     if form == "speculators":
-        kind = "dspark" if b.anchor else "dflash"
-        name = "DSparkSpeculator" if kind == "dspark" else "DFlashSpeculator"
+        kind = "dspark" if b.anchor else "dflash2" if b.taps else "dflash"
+        name = {"dspark": "DSparkSpeculator", "dflash": "DFlashSpeculator", "dflash2": "DFlash2DraftModel"}[kind]
         usual = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False, "head_dim": 128}
         nested = {key: value for key, value in layer.items() if usual.get(key) != value}
         more: dict[str, Any] = {}
         if kind == "dspark":
             more = {"num_anchors": 256, "sample_from_anchor": True, **markov, **said}
+        if kind == "dflash2":
+            more = {"sample_from_anchor": False, "draft_ffn_type": "dense", **sizes}
         return {
             "architectures": [name], "speculators_model_type": kind, "block_size": b.rows, "mask_token_id": b.mask,
             "aux_hidden_state_layer_ids": list(b.streams), "draft_vocab_size": b.draft_vocab or b.vocab,
@@ -69,7 +73,10 @@ def config_of(form: str, b: Block, target_layers: int) -> dict[str, Any]:
             **flat, "architectures": ["Qwen3DSparkModel"], "mask_token_id": b.mask, "target_layer_ids": outputs,
             "num_anchors": 512, "markov_rank": 0, **markov, **said, "_attn_implementation": "flex_attention",
         }  # fmt: skip
-    section: dict[str, Any] = {"mask_token_id": b.mask, "target_layer_ids": outputs, **scales}
+    section: dict[str, Any] = {"mask_token_id": b.mask, "target_layer_ids": outputs, **scales, **sizes}
+    if form == "DFlash2":
+        section["block_size"] = flat.pop("block_size")
+        flat["is_causal"] = False
     if form == "JetSpec":
         section["causal_head"] = True
     if form == "DSpark":
@@ -77,7 +84,7 @@ def config_of(form: str, b: Block, target_layers: int) -> dict[str, Any]:
     if form == "Domino":
         section |= {"projector_type": "domino", "shift_label": b.anchor, **gru}
         flat["emb_dim"] = b.rank
-    name = f"{form}DraftModel" if form in ("DSpark", "Domino") else "DFlashDraftModel"
+    name = f"{form}DraftModel" if form in ("DSpark", "Domino", "DFlash2") else "DFlashDraftModel"
     return {**flat, "architectures": [name], "auto_map": {"AutoModel": f"dflash.{name}"}, "dflash_config": section}
 
 
@@ -91,6 +98,8 @@ def tensors_of(form: str, b: Block, weights: Weights) -> Weights:
         "gru.token": "prefix_gru.weight_ih_l0", "gru.state": "prefix_gru.weight_hh_l0",
         "inner": "embed_proj.0.weight", "outer": "embed_proj.2.weight",
         "confidence": "confidence_head.proj.weight", "confidence.bias": "confidence_head.proj.bias",
+        "selector": "candidate_selector.hidden_projection.weight",
+        "before": "candidate_selector.predecessor_codebook", "behind": "candidate_selector.successor_codebook",
     }  # fmt: skip
     for i in range(b.layers):
         layer = f"layers.{i}."
@@ -99,6 +108,9 @@ def tensors_of(form: str, b: Block, weights: Weights) -> Weights:
             f"{i}.second": f"{layer}post_attention_layernorm.weight",
         }
         names |= {f"{i}.{norm}": f"{layer}self_attn.{norm}.weight" for norm in ("q_norm", "k_norm")}
+        for part in ("attention", "mlp"):
+            names[f"{i}.{part}.base"] = f"{layer}{part}_conv.base_kernel"
+            names[f"{i}.{part}.kernel"] = f"{layer}{part}_conv.kernel_projection.weight"
         for place, parts in (("self_attn", "qkvo"), ("mlp", ("gate", "up", "down"))):
             for x in parts:
                 names |= {
@@ -151,6 +163,10 @@ def agree(target: Path, b: Block, weights: Weights) -> Weights:
     changed = {name: 0.3 * weights[name] for i in range(b.layers) for name in (f"{i}.o", f"{i}.down")}
     for name in ("last", *(f"{i}.{norm}" for i in range(b.layers) for norm in ("first", "second"))):
         changed[name] = 1.0 + (weights[name] - 1.0) / 3  # so that directions stay
-    if "w2" in weights:
-        changed["w2"] = 0.1 * weights["w2"]
+    for name in ("w2", "behind"):
+        if name in weights:
+            changed[name] = 0.1 * weights[name]
+    for name, weight in weights.items():
+        if name.endswith(".base"):  # the row itself, mostly
+            changed[name] = 0.3 * weight + torch.eye(b.taps)[:1].T
     return {**weights, **changed}

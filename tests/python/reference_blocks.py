@@ -1,7 +1,8 @@
-"""Heads that draft blocks (DFlash, JetSpec, DSpark), restated: plain torch in f64, dense, without cache or plan.
+"""Heads that draft blocks (DFlash, DFlash2, JetSpec, DSpark, Domino), restated: plain torch in f64, dense,
+without cache or plan.
 
 It shares nothing with specrs. `Block` says what a head is, `Weights` are its tensors by the names of this file,
-`logits_of` is a block's pass over a context, and `biases_of` the Markov head.
+`logits_of` is a block's pass over a context, and `biases_of` what scores change by behind a path.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class Block:
         markov: kind of the Markov head; `None` without one.
         free: of Domino, the levels that its network does not correct; `None` of others. `rank` is its inner width.
         state: of Domino, the width of its network's state.
+        taps: of DFlash2, the rows that its convolutions mix; 0 of others. `group` columns share a kernel.
+        candidates: of DFlash2, the tokens of a level that its selector chooses from; `rank` is its width.
     """
 
     rows: int = 5
@@ -48,6 +51,9 @@ class Block:
     rank: int = 12
     free: int | None = None
     state: int = 9
+    taps: int = 0
+    group: int = 4
+    candidates: int = 0
     confidence: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
@@ -97,6 +103,13 @@ def random_block(b: Block, seed: int) -> Weights:
     if b.free is not None:
         w["gru.token"], w["gru.state"] = matrix(3 * b.state, b.hidden), matrix(3 * b.state, b.state)
         w["inner"], w["outer"] = matrix(b.rank, b.hidden + b.state), 3 * matrix(b.vocab, b.rank)
+    for i in range(b.layers if b.taps else 0):
+        for part in ("attention", "mlp"):
+            w[f"{i}.{part}.base"] = 0.6 * torch.randn(2, b.taps, b.hidden, generator=generator)
+            w[f"{i}.{part}.kernel"] = 0.4 * matrix(2 * b.taps * b.hidden // b.group, b.hidden)
+    if b.candidates:
+        w["selector"] = matrix(b.rank, b.hidden)
+        w["before"], w["behind"] = (torch.randn(b.vocab, b.rank, generator=generator) for _ in range(2))
     if b.confidence:
         w["confidence"] = matrix(1, b.hidden + (b.rank if b.markov else 0))
         w["confidence.bias"] = vector(1, 0.0)
@@ -124,7 +137,8 @@ def logits_of(
     if b.causal:
         seen = seen.tril(length)
     for i in range(b.layers):
-        y = _normed(x, w[f"{i}.first"], b.eps)
+        u = _normed(x, w[f"{i}.first"], b.eps)
+        y = _convolved(b, w, f"{i}.attention", 0, u, u)
         q = _product(y, w, f"{i}.q").reshape(n, b.heads, d)
         k, v = (
             torch.cat((_product(context, w, f"{i}.{name}"), _product(y, w, f"{i}.{name}"))).reshape(length + n, -1, d)
@@ -138,15 +152,19 @@ def logits_of(
             of = head // (b.heads // b.kv_heads)
             weighed = torch.where(seen, q[:, head] @ k[:, of].T / d**0.5, -torch.inf).softmax(-1)
             out[:, head] = weighed @ v[:, of]
-        x = x + _product(out.reshape(n, -1), w, f"{i}.o")
-        y = _normed(x, w[f"{i}.second"], b.eps)
+        x = x + _convolved(b, w, f"{i}.attention", 1, u, _product(out.reshape(n, -1), w, f"{i}.o"))
+        u = _normed(x, w[f"{i}.second"], b.eps)
+        y = _convolved(b, w, f"{i}.mlp", 0, u, u)
         gated = torch.nn.functional.silu(_product(y, w, f"{i}.gate")) * _product(y, w, f"{i}.up")
-        x = x + _product(gated, w, f"{i}.down")
+        x = x + _convolved(b, w, f"{i}.mlp", 1, u, _product(gated, w, f"{i}.down"))
     x = _normed(x, w["last"], b.eps)
     if not b.anchor:
         x = x[1:]
     logits = x @ w.get("scores", scores.double()).T * b.logit_scale
-    return (logits if b.cap is None else b.cap * (logits / b.cap).tanh()), x
+    logits = logits if b.cap is None else b.cap * (logits / b.cap).tanh()
+    for row in logits if b.candidates else ():
+        row[row.argsort(descending=True)[b.candidates :]] = -torch.inf
+    return logits, x
 
 
 def biases_of(
@@ -166,6 +184,8 @@ def biases_of(
         _, state = gru(w.get("embed", embedding.double())[list(path)])
         x = torch.cat((rows[len(path) - 1], state[0]))
         return (w["outer"] @ torch.nn.functional.silu(w["inner"] @ x)).detach() * (len(path) > b.free)
+    if b.candidates:
+        return w["behind"] @ (w["before"][path[-1]] * (w["selector"] @ rows[len(path) - 1]))
     state = torch.zeros(b.rank, dtype=torch.float64)
     made = state
     for level, token in enumerate(path):
@@ -179,6 +199,20 @@ def biases_of(
             state = gate.sigmoid() * state + (1 - gate.sigmoid()) * change.tanh()
             made = out.tanh()
     return w["w2"] @ made
+
+
+def _convolved(b: Block, w: Weights, name: str, side: int, u: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A block's rows x mixed with those before them, by kernels that follow from the rows u."""
+    if not b.taps:
+        return x
+    y = torch.zeros_like(x)
+    for row in range(len(x)):
+        of_row = (w[f"{name}.kernel"] @ u[row]).reshape(2, b.taps, b.hidden // b.group)[side]
+        for tap in range(min(b.taps, row + 1)):
+            for column in range(b.hidden):
+                kernel = w[f"{name}.base"][side, tap, column] + of_row[tap, column // b.group]
+                y[row, column] += kernel * x[row - tap, column]
+    return y
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,5 +1,5 @@
 """`config.json` of a head that drafts all tokens of a block in one pass: DFlash (https://arxiv.org/abs/2602.06036),
-JetSpec, DSpark and Domino.
+DFlash2, JetSpec, DSpark and Domino.
 
 Their keys stand beside the others or in `dflash_config`; where both have one, they must agree.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 from specrs.models.config import layer_config
-from specrs.models.head_forms import BLOCK_CONFIG, BLOCK_KEYS, SCALES, STEP_KEYS, Form, form_of
+from specrs.models.head_forms import BLOCK_CONFIG, BLOCK_KEYS, DFLASH2_KEYS, SCALES, STEP_KEYS, Form, form_of
 from specrs.models.head_keys import (
     FusedConfig,
     aux_layers,
@@ -51,6 +51,32 @@ class Gru:
 
 
 @dataclass(frozen=True)
+class Conv:
+    """Convolutions of DFlash2's layers.
+
+    Attributes:
+        taps: rows that each mixes, its own included.
+        group: columns that share what follows from a row of its kernel.
+    """
+
+    taps: int
+    group: int
+
+
+@dataclass(frozen=True)
+class Selector:
+    """DFlash2's choice among the likeliest tokens of a level, by the token before.
+
+    Attributes:
+        rank: width of its embeddings.
+        candidates: likeliest tokens of a level; the others have no probability.
+    """
+
+    rank: int
+    candidates: int
+
+
+@dataclass(frozen=True)
 class BlockConfig(FusedConfig):
     """A head that drafts a block: rows at the positions behind a request, the first of which has its last token, and
     the others a mask.
@@ -64,6 +90,8 @@ class BlockConfig(FusedConfig):
         markov: kind of the Markov head; ``None`` without one.
         markov_rank: width of the Markov head's embeddings.
         gru: sizes of Domino's correction; ``None`` without one.
+        conv: sizes of DFlash2's convolutions; ``None`` without them.
+        selector: sizes of DFlash2's selector; ``None`` without one.
         confidence: inputs of the confidence head, which is read and not used; ``None`` without one.
         embedding_scale: factor on embeddings; ``None`` where the file says none, so that it is 1.
         logit_scale: factor on logits.
@@ -77,6 +105,8 @@ class BlockConfig(FusedConfig):
     markov: Markov | None
     markov_rank: int
     gru: Gru | None
+    conv: Conv | None
+    selector: Selector | None
     confidence: int | None
     embedding_scale: float | None
     logit_scale: float
@@ -108,6 +138,8 @@ class BlockConfig(FusedConfig):
         vocab_size = get.integer("vocab_size")
         _check_form(get, keys, form)
         anchor = _agreeing(keys, ("sample_from_anchor", "shift_label"), form.anchor)
+        if anchor and form.name == "DFlash2":
+            keys.refuse("sample_from_anchor", True, "the first row of a DFlash2 head predicts nothing")
         notes = unread_keys(get, BLOCK_KEYS)
         # A file of speculators leaves out what its classes have as defaults.
         given, dspark = form.speculators is not None, form.speculators == "dspark"
@@ -123,10 +155,10 @@ class BlockConfig(FusedConfig):
                 "sample_from_anchor is absent and taken as true, as the form is trained; vLLM takes it as false"
             )
         draft_vocab = get.integer("draft_vocab_size", vocab_size)
-        if form.name == "Domino" and draft_vocab != vocab_size:
-            get.refuse("draft_vocab_size", draft_vocab, f"Domino corrects the scores of all {vocab_size} tokens")
-        if form.name == "Domino" and rank:
-            get.refuse("markov_rank", rank, "Domino has a correction of its own, and no Markov head")
+        if form.name in ("Domino", "DFlash2") and draft_vocab != vocab_size:
+            get.refuse("draft_vocab_size", draft_vocab, f"{form.name} corrects the scores of all {vocab_size} tokens")
+        if form.name in ("Domino", "DFlash2") and rank:
+            get.refuse("markov_rank", rank, f"{form.name} has a correction of its own, and no Markov head")
         aux, count = aux_layers(get), get.raw.get("num_aux_hidden_states")
         if aux is not None and count not in (None, len(aux)):
             get.refuse("num_aux_hidden_states", count, f"target_layer_ids names {len(aux)} layers")
@@ -145,6 +177,8 @@ class BlockConfig(FusedConfig):
             markov=cast(Markov, kind) if rank else None,
             markov_rank=rank,
             gru=_gru(keys) if form.name == "Domino" else None,
+            conv=_conv(keys, layer.hidden_size, given) if form.name == "DFlash2" else None,
+            selector=_selector(keys, vocab_size, given) if form.name == "DFlash2" else None,
             confidence=confidence,
             embedding_scale=None
             if keys.raw.get("input_embedding_scale") is None
@@ -176,6 +210,10 @@ def _check_form(get: Reader, keys: Reader, form: Form) -> None:
     for key in STEP_KEYS:
         if get.raw.get(key) not in (None, False, {}):
             get.refuse(key, get.raw[key], "a key of heads that draft step by step, of which a block's computes nothing")
+    for key in DFLASH2_KEYS if form.name != "DFlash2" else ():
+        if keys.raw.get(key) is not None:
+            why = f"a key of DFlash2 heads, and by its name this is one of {form.name}; DFlash2DraftModel works"
+            keys.refuse(key, keys.raw[key], why)
     wanted = _PROJECTORS.get(form.name, "dflash")
     if keys.raw.get("projector_type") not in (None, wanted):
         get.refuse("projector_type", keys.raw["projector_type"], f"of {form.name} heads it is {wanted}")
@@ -185,6 +223,20 @@ def _gru(keys: Reader) -> Gru:
     """Read Domino's sizes."""
     free = keys.integer("pure_draft_prefix_len", 0, minimum=0)
     return Gru(free, keys.integer("gru_hidden_dim", 1024), keys.integer("emb_dim", 256))
+
+
+def _conv(keys: Reader, width: int, given: bool) -> Conv:
+    """Read the sizes of DFlash2's convolutions, which a file of speculators may leave out."""
+    group = keys.integer("conv_group_size", 16 if given else None)
+    if width % group:
+        keys.refuse("conv_group_size", group, f"must divide hidden_size {width}")
+    return Conv(keys.integer("conv_kernel_size", 2 if given else None, maximum=_MOST_ROWS), group)
+
+
+def _selector(keys: Reader, vocab_size: int, given: bool) -> Selector:
+    """Read the sizes of DFlash2's selector."""
+    candidates = keys.integer("selector_top_k", 16 if given else None, maximum=vocab_size)
+    return Selector(keys.integer("selector_rank", 256 if given else None), candidates)
 
 
 def _both(get: Reader, section: Mapping[str, Any]) -> Reader:

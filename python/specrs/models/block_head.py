@@ -1,5 +1,5 @@
-"""A head that drafts all tokens of a block in one pass: DFlash (https://arxiv.org/abs/2602.06036), JetSpec, DSpark and
-Domino.
+"""A head that drafts all tokens of a block in one pass: DFlash (https://arxiv.org/abs/2602.06036), DFlash2, JetSpec,
+DSpark and Domino.
 
 Keys and values of a committed position follow from the target's features of that position alone: `write` makes them, in
 all layers at once. A block's rows stand at the positions behind; the first reads the request's last token, the others a
@@ -15,17 +15,19 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from specrs._specrs import ConfigError, Plan
 from specrs.models.acceptance import UNKNOWN, Acceptance, read_acceptance
 from specrs.models.block_config import BlockConfig
+from specrs.models.block_conv import BlockConv
 from specrs.models.cache import new_cache
 from specrs.models.head_files import check_files, layer_kind, layer_prefix, open_head, vocabulary_map
 from specrs.models.layer import LayerTail, Workspace, qkv_names, stacked
 from specrs.models.llama import ROPE_SLACK, LlamaModel, check_rows
 from specrs.models.loader import Checkpoint
 from specrs.models.ops import KvMemory, Linear, Ops
-from specrs.models.path_heads import DominoHead, MarkovHead, PathHead
+from specrs.models.path_heads import DominoHead, MarkovHead, PathHead, SelectorHead
 from specrs.models.rope import rope_tables
 
 _logger = logging.getLogger(__name__)
@@ -73,10 +75,12 @@ class BlockHead:
         each = list(zip(names, kinds, strict=True))
         self._qkv = [stacked(dense, weights, of, kind.qkv_bias) for of, kind in each]
         self._kv = [stacked(dense, weights, of[1:], kind.qkv_bias) for of, kind in each]
+        convs = prefixes if config.conv is not None else []
+        self._convs = [[BlockConv(config, weights, ops, f"{p}{of}_conv") for of in ("attention", "mlp")] for p in convs]
         self._rope = ops.attention.rope(*rope_tables(config.rope, config.head_dim, target.max_context_len + ROPE_SLACK))
         wide = LayerTail.widths(config)
         self._write_work = Workspace(at, x=h, n=h, **{f"kv {i}": 2 * config.kv_size for i in range(config.num_layers)})
-        self._work = Workspace(at, x=h, qkv=config.qkv_size, **wide)
+        self._work = Workspace(at, x=h, qkv=config.qkv_size, **wide, **({} if config.conv is None else {"n": h}))
         self._tail_work = Workspace(at, x=h, hidden=h, **wide)
         self._logits = Workspace(at.for_logits(), logits=config.draft_vocab_size)
         self.path_head: PathHead | None = None
@@ -84,6 +88,8 @@ class BlockHead:
             self.path_head = MarkovHead(config, weights, ops)
         if config.gru is not None:
             self.path_head = DominoHead(config, weights, ops, self.embedding)
+        if config.selector is not None:
+            self.path_head = SelectorHead(config, weights, ops)
         target.set_aux_layers(self.aux_layers)
 
     @classmethod
@@ -122,6 +128,8 @@ class BlockHead:
             yield f"{prefix}self_attn.qkv_proj", qkv
             yield f"{prefix}self_attn.kv_proj", kv
             yield from tail.products(prefix)
+        for conv in (conv for pair in self._convs for conv in pair):
+            yield from conv.products()
         if self.path_head is not None:
             yield from self.path_head.products()
         yield "lm_head", self.lm_head
@@ -156,24 +164,21 @@ class BlockHead:
 
         tokens: int64 [Q], `block` of each request. plan: their positions, and what they attend to. logit_rows: int64
         [R], the rows that predict. Returns (logits [R, draft vocabulary], normalised rows [R, h]), views that the next
-        `draft` overwrites.
+        `draft` overwrites. With a selector, logits of tokens that are no candidates of it are -inf.
         """
         w, wanted = self._work.rows(check_rows(tokens, plan)), logit_rows.numel()
         t, logits = self._tail_work.rows(wanted), self._logits.rows(wanted)["logits"]
         if not wanted:
             return logits, t["hidden"]
-        x, last = w["x"], len(self._tails) - 1
+        x = w["x"]
         self.embedding.lookup(tokens, x)
         if self.config.embedding_scale not in (None, 1.0):
             x.mul_(self.config.embedding_scale)
-        for i, (qkv, norm, tail) in enumerate(zip(self._qkv, self._norms, self._tails, strict=True)):
-            qkv.forward(x, w["qkv"], None, norm, self._eps)
-            tail.attend(kv, i, plan, w["qkv"], self._rope, w["attended"])
-            if i < last:
-                tail.mix(x, w["attended"], w, x)
-        self.dense.gather(x, logit_rows, t["x"])
-        self.dense.gather(w["attended"], logit_rows, t["attended"])
-        self._tails[last].mix(t["x"], t["attended"], t, t["x"])
+        if self._convs:
+            self._convolved_layers(x, plan, kv, w)
+            self.dense.gather(x, logit_rows, t["x"])
+        else:
+            self._layers(x, plan, kv, w, logit_rows, t)
         self.dense.rms_norm(t["x"], self._norm, self._eps, t["hidden"])
         self.lm_head.forward(t["hidden"], logits)
         if self.config.logit_scale != 1.0:
@@ -182,4 +187,42 @@ class BlockHead:
             self.dense.soft_cap(logits, self.config.logit_cap)
         if self._lends is not None:
             self._lends.finish(logits)
+        if self.config.selector is not None:
+            least = logits.topk(self.config.selector.candidates).values[:, -1:]
+            logits.masked_fill_(logits < least, -torch.inf)
         return logits, t["hidden"]
+
+    def _layers(
+        self, x: torch.Tensor, plan: Plan, kv: KvMemory, w: dict[str, torch.Tensor], logit_rows: torch.Tensor,
+        t: dict[str, torch.Tensor],
+    ) -> None:  # fmt: skip
+        """Run all layers over the residual stream x [Q, h]; `x` of ``t`` gets the last one's wanted rows."""
+        last = len(self._tails) - 1
+        for i, (qkv, norm, tail) in enumerate(zip(self._qkv, self._norms, self._tails, strict=True)):
+            qkv.forward(x, w["qkv"], None, norm, self._eps)
+            tail.attend(kv, i, plan, w["qkv"], self._rope, w["attended"])
+            if i < last:
+                tail.mix(x, w["attended"], w, x)
+        self.dense.gather(x, logit_rows, t["x"])
+        self.dense.gather(w["attended"], logit_rows, t["attended"])
+        self._tails[last].mix(t["x"], t["attended"], t, t["x"])
+
+    def _convolved_layers(self, x: torch.Tensor, plan: Plan, kv: KvMemory, w: dict[str, torch.Tensor]) -> None:
+        """Run all layers over the residual stream x [Q, h], with convolutions around attention and MLP."""
+        starts = from_dlpack(plan.qo_indptr).long()
+        places = torch.arange(len(x)) - starts[:-1].repeat_interleave(starts.diff())
+        y = w["y"]
+        for i, (qkv, norm, tail) in enumerate(zip(self._qkv, self._norms, self._tails, strict=True)):
+            of_attention, of_mlp = self._convs[i]
+            self.dense.rms_norm(x, norm, self._eps, w["n"])
+            before, behind = of_attention.kernels(w["n"])
+            qkv.forward(of_attention.convolve(w["n"], before, places), w["qkv"])
+            tail.attend(kv, i, plan, w["qkv"], self._rope, w["attended"])
+            tail.o.forward(w["attended"], y)
+            x += of_attention.convolve(y, behind, places)
+            assert tail.post_norm is not None
+            self.dense.rms_norm(x, tail.post_norm, self._eps, w["n"])
+            before, behind = of_mlp.kernels(w["n"])
+            tail.gate_up.forward_swiglu(of_mlp.convolve(w["n"], before, places), w["act"], None, 0.0)
+            tail.down.forward(w["act"], y)
+            x += of_mlp.convolve(y, behind, places)

@@ -120,6 +120,8 @@ def why_not(sizes: ModelConfig | HeadConfig) -> str | None:
         return f"vocab_size = {sizes.vocab_size}: sampling on a GPU takes at most {_MOST_VOCABULARY}"
     tokens = sizes.vocab_size if isinstance(sizes, ModelConfig) else sizes.draft_vocab_size
     widths = [sizes.hidden_size, sizes.qkv_size, sizes.q_size, sizes.intermediate_size, tokens]
+    if isinstance(sizes, BlockConfig) and sizes.conv is not None:
+        return "convolutions of a DFlash2 head: there are no kernels for them on a GPU"
     if isinstance(sizes, BlockConfig):
         widths += [sizes.markov_rank, *(() if sizes.gru is None else (sizes.gru.state, sizes.gru.inner))]
     if isinstance(sizes, Eagle3Config) and sizes.norm_before_fc and sizes.aux_size > _MOST_NORMED:

@@ -249,6 +249,8 @@ def parts(config: HeadConfig, tensors: Container[str]) -> str | None:
             (config.anchor, "the first row predicts"),
             (config.markov is not None, f"{config.markov} Markov head"),
             (config.gru is not None, "a recurrent correction"),
+            (config.conv is not None, "convolutions within a block"),
+            (config.selector is not None, "a selector by pairs of tokens"),
             ("d2t" in tensors, "a vocabulary of its own"),
             ("embed_tokens.weight" in tensors, "embeddings of its own"),
         ]

@@ -172,6 +172,16 @@ def _check_block(config: BlockConfig, weights: Checkpoint, target: ModelConfig) 
             "prefix_gru.weight_ih_l0": (3 * gru.state, h), "prefix_gru.weight_hh_l0": (3 * gru.state, gru.state),
             "embed_proj.0.weight": (gru.inner, h + gru.state), "embed_proj.2.weight": (config.vocab_size, gru.inner),
         }  # fmt: skip
+    if (conv := config.conv) is not None:
+        kernel, rows = (2, conv.taps, h), 2 * conv.taps * h // conv.group
+        for place in (
+            f"{layer_prefix(i)}{part}_conv" for i in range(config.num_layers) for part in ("attention", "mlp")
+        ):
+            expected |= {f"{place}.base_kernel": kernel, f"{place}.kernel_projection.weight": (rows, h)}
+    if (selector := config.selector) is not None:
+        expected["candidate_selector.hidden_projection.weight"] = (selector.rank, h)
+        for side in ("predecessor", "successor"):
+            expected[f"candidate_selector.{side}_codebook"] = (config.vocab_size, selector.rank)
     if config.confidence is not None:
         expected |= {"confidence_head.proj.weight": (1, config.confidence), "confidence_head.proj.bias": (1,)}
     _check_fc(weights, features, config.target_hidden_size)

@@ -90,6 +90,12 @@ FORMS = (
         "Domino", "SpecForge", "block", ("DFlashDraftModel",), keys={"dflash_config.projector_type": "domino"},
         family=_QWEN3,
     ),
+    Form("DFlash2", "z-lab", "block", ("DFlash2DraftModel",), family=_QWEN3),
+    Form(
+        "DFlash2", "converters for older servers", "block", ("DFlashDraftModel",),
+        keys={"dflash_config.selector_rank": None}, family=_QWEN3,
+    ),
+    Form("DFlash2", "speculators", "block", ("DFlash2DraftModel",), speculators="dflash2", family=_QWEN3),
     Form("JetSpec", "JetSpec", "block", ("DFlashDraftModel",), keys={"dflash_config.causal_head": None}, family=_QWEN3),
     Form("DSpark", "SpecForge", "block", ("DSparkDraftModel",), family=_QWEN3, anchor=True),
     Form(
@@ -130,10 +136,6 @@ class OtherForm:
 
 
 OTHERS = (
-    OtherForm(
-        "DFlash2", "has convolutions and selects tokens by pairs", ("DFlash2DraftModel", "DFlash2Speculator"),
-        "dflash2", {"dflash_config.selector_rank": None}, ("candidate_selector.",),
-    ),
     OtherForm("DSpark for Gemma 4", "has layers of Gemma 4", ("Gemma4DSparkModel",)),
     OtherForm("DSpark for DeepSeek V4", "has layers of DeepSeek V4", ("DeepseekV4DSparkModel",), None,
               {"dspark_target_layer_ids": None}),
@@ -204,16 +206,19 @@ EAGLE_CONFIG: Mapping[str, tuple[Any, ...] | None] = {
 """Keys of `eagle_config`: the values that are implemented, ``None`` where the key changes nothing or is read elsewhere.
 Null is none of these keys. A key that is not here is refused, since this object is there to change numbers."""
 
+DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""Keys that DFlash2 heads alone have."""
+
 BLOCK_CONFIG: Mapping[str, tuple[Any, ...] | None] = {
     **dict.fromkeys((
         "block_size", "mask_token_id", "target_layer_ids", "causal", "is_causal", "causal_head", "sample_from_anchor",
         "shift_label", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
         "confidence_head_alpha", "num_anchors", "output_multiplier", "input_embedding_scale",
-        "final_logit_softcapping", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim",
+        "final_logit_softcapping", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim", *DFLASH2_KEYS,
     )),
     "projector_type": ("dflash", "dspark", "domino"), "attention_mode": ("gqa",), "use_swa": (False,),
     "swa_window_size": (), "attention_sink_bias": (False,), "attention_value_scale": (1,),
-    "hidden_dim_adapter": (False,),
+    "hidden_dim_adapter": (False,), "draft_ffn_type": ("dense",),
 }  # fmt: skip
 """Keys of `dflash_config`, as `EAGLE_CONFIG`. Most of them may stand beside the other keys as well (`block_config`)."""
 
@@ -225,7 +230,7 @@ BLOCK_KEYS = frozenset(
         *(key for key in BLOCK_CONFIG if key != "target_layer_ids"), "dflash_config", "sliding_window_non_causal",
         # Training.
         "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma", "lambda_base_start", "lambda_base_decay_ratio", "auf",
-        "max_anchors",
+        "max_anchors", "selector_loss_alpha",
     )
 )  # fmt: skip
 """Keys of config.json beside `READ` and `HARMLESS` that blocks have: they are read, or change nothing."""

@@ -17,7 +17,7 @@ def table() -> str:
     rows = ["| form | written by | recognised by | for example |", "|---|---|---|---|"]
     for form in FORMS:
         names = [*form.architectures, *([f"speculators_model_type: {form.speculators}"] if form.speculators else [])]
-        keys = [f"{key}: {'true' if value is None else value}" for key, value in form.keys.items()]
+        keys = [key if value is None else f"{key}: {value}" for key, value in form.keys.items()]
         marks = f"{_code(names)}{' with ' if form.tensors or keys else ''}{_code([*form.tensors, *keys])}"
         rows.append(f"| {form.name} | {form.trainer} | {marks} | {_code(form.heads)} |")
     rows += ["", "| refused by name | because it |", "|---|---|"]

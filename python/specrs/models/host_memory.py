@@ -24,7 +24,8 @@ from specrs.models.loader import Checkpoint, dtype_of
 from specrs.models.placement import Placement
 
 _TABLES = ("model.embed_tokens.weight", "embed_tokens.weight", "markov_head.markov_w1.weight",
-           "markov_head.markov_w2.weight", "embed_proj.2.weight")  # fmt: skip
+           "markov_head.markov_w2.weight", "embed_proj.2.weight", "candidate_selector.predecessor_codebook",
+           "candidate_selector.successor_codebook")  # fmt: skip
 
 
 def target_bytes(config: ModelConfig, model: ModelSource, placement: Placement) -> int:

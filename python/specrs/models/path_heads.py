@@ -1,4 +1,5 @@
-"""What a block's scores change by, once the tokens before each are known: DSpark's Markov head, Domino's correction."""
+"""What a block's scores change by, once the tokens before each are known: DSpark's Markov head, Domino's correction,
+DFlash2's selector."""
 
 from __future__ import annotations
 
@@ -147,6 +148,35 @@ class DominoHead:
         x = hidden[:, None].expand(n, w, -1).reshape(n * w, -1)
         made = torch.nn.functional.silu(_product(self._at, self._inner, torch.cat((x, new), 1)))
         return _scored(self._at, self._scores, made.view(n, w, -1), ids), state
+
+
+class SelectorHead:
+    """DFlash2's: a product of low rank of the token before and the token to score, weighted by the block's own row. It
+    was trained to choose among a level's likeliest tokens, and the block gives no other token a chance."""
+
+    def __init__(self, config: BlockConfig, weights: Checkpoint, ops: Ops) -> None:
+        assert config.selector is not None
+        self._rank, self._at = config.selector.rank, ops.placement
+        tables = (weights.load(f"candidate_selector.{side}_codebook") for side in ("predecessor", "successor"))
+        self._before, self._scores = map(ops.dense.embedding, tables)
+        self._row = ops.dense.linear(weights.load("candidate_selector.hidden_projection.weight"))
+
+    def products(self) -> Iterator[tuple[str, Linear]]:
+        """Yield the products, with the names of their weights."""
+        yield "candidate_selector.hidden_projection", self._row
+
+    def bias(
+        self,
+        level: int,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        state: torch.Tensor | None,
+        parents: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        before = _rows(self._at, self._before, tokens, self._rank).view(*tokens.shape, -1)
+        row = _product(self._at, self._row, hidden.contiguous())
+        return _scored(self._at, self._scores, before * row[:, None], ids), None
 
 
 def _continued(state: torch.Tensor | None, parents: torch.Tensor, like: torch.Tensor, size: int) -> torch.Tensor:

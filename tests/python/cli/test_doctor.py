@@ -173,11 +173,13 @@ def test_a_head_that_does_not_run_is_a_problem_with_its_name(
 ) -> None:
     model = write_target(tmp_path / "model")
     (tmp_path / "draft").mkdir()
-    raw = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dflash_config": {"selector_rank": 256}}
+    raw = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dspark_target_layer_ids": [1, 2]}
     (tmp_path / "draft" / "config.json").write_text(json.dumps(raw))
     status, report = doctor(capsys, str(model), "--draft", str(tmp_path / "draft"))
     [found] = problems(report)
-    assert status == 1 and "dflash_config.selector_rank = 256: a DFlash2 head, which has" in found["problem"]
+    assert (
+        status == 1 and "dspark_target_layer_ids = [1, 2]: a DSpark for DeepSeek V4 head, which has" in found["problem"]
+    )
     assert "docs/models.md" in found["remedy"]
 
 

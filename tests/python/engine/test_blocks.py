@@ -39,6 +39,7 @@ SMALL = Block(vocab=VOCAB, mask=3, streams=(1, 3), rows=6)
 FORMS: dict[str, tuple[str, Any]] = {
     "DFlash": ("DFlash", SMALL),
     "JetSpec": ("JetSpec", replace(SMALL, causal=True, rows=16)),
+    "DFlash2": ("DFlash2", replace(SMALL, taps=2, candidates=6)),
     "DSpark": ("DSpark", replace(SMALL, anchor=True, markov="vanilla")),
     "DSpark of DeepSpec": ("DeepSpec", replace(SMALL, anchor=True, markov="rnn", own_embedding=True)),
     "Domino": ("Domino", replace(SMALL, free=1, anchor=True)),
@@ -209,7 +210,7 @@ def test_a_round_verifies_the_best_tree_of_its_block(dflash: Pair, temperature: 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("name", ["DSpark", "DSpark of DeepSpec", "Domino"])
+@pytest.mark.parametrize("name", ["DSpark", "DSpark of DeepSpec", "Domino", "DFlash2"])
 def test_a_round_verifies_nearly_the_best_tree_where_levels_depend_on_the_path(
     tmp_path: Path, name: str, temperature: float
 ) -> None:
@@ -243,7 +244,8 @@ def weights_of(pair: Pair, form: str, b: Block) -> dict[str, torch.Tensor]:
     ("name", "tensor"),
     [("DFlash", "layers.1.mlp.down_proj.weight"), ("DFlash", "layers.1.self_attn.v_proj.weight"),
      ("DFlash", "norm.weight"), ("P-EAGLE", "layers.1.mlp.down_proj.weight"), ("P-EAGLE", "mask_hidden"),
-     ("DSpark", "logit_head.markov_head.markov_w2.weight")],
+     ("DSpark", "logit_head.markov_head.markov_w2.weight"), ("DFlash2", "layers.0.mlp_conv.base_kernel"),
+     ("DFlash2", "candidate_selector.predecessor_codebook")],
 )  # fmt: skip
 @pytest.mark.parametrize("tree", [None, (3, 4, 9)])
 def test_a_head_that_gives_nan_costs_its_drafts_alone(tmp_path: Path, name: str, tensor: str, tree: Any) -> None:
@@ -306,6 +308,7 @@ def test_a_gpu_takes_a_block_whose_products_it_takes(tmp_path: Path) -> None:
         ("DSpark", replace(big, markov="vanilla", rank=12), "a matrix of 12 rows or columns"),
         ("Domino", replace(big, free=1, state=9), "a matrix of 9 rows or columns"),
         ("DFlash", replace(big, head_dim=10), "head_dim = 10"),
+        ("DFlash2", replace(big, taps=2, candidates=8), "convolutions of a DFlash2 head: there are no kernels"),
     ):  # fmt: skip
         blockzoo.write_block(tmp_path / "head", name, b, LAYERS)
         found = why_not(check_draft(tmp_path / "head", target)[0])

@@ -28,11 +28,13 @@ from specrs.models import (
     load_draft,
     ops_for,
 )
+from specrs.models.block_config import Conv, Selector
 from specrs.models.head_config import parts
 from specrs.models.head_forms import form_of
 from specrs.models.host_memory import head_bytes
 
 DFLASH = Block()
+DFLASH2 = replace(DFLASH, taps=2, candidates=16)
 DSPARK = replace(DFLASH, anchor=True, markov="gated", confidence=True)
 
 
@@ -70,7 +72,8 @@ def section(**keys: Any) -> dict[str, Any]:
             {**section(projector_type="domino"), "draft_vocab_size": 77}, UnsupportedModelError,
             "draft_vocab_size = 77: Domino corrects the scores of all 300 tokens",
         ),
-        (section(selector_rank=256), UnsupportedModelError, "selector_rank = 256: a DFlash2 head"),
+        (section(selector_rank=256), UnsupportedModelError, "conv_group_size = None: required"),
+        ({"selector_rank": 256}, UnsupportedModelError, "selector_rank = 256: a key of DFlash2 heads, and by its name"),
         (section(projector_type="domino", markov_rank=4), UnsupportedModelError, "markov_rank = 4: Domino has"),
         (section(output_multiplier=float("nan"), block_size=5), UnsupportedModelError, "output_multiplier = nan"),
         ({"use_swa": True}, UnsupportedModelError, "use_swa = True: only false is implemented"),
@@ -117,7 +120,11 @@ def test_a_key_that_cannot_be_honoured_is_named(
         ("DFlash", DFLASH, "hidden_norm.weight", None, "hidden_norm.weight: missing"),
         ("DFlash", DFLASH, "layers.1.self_attn.k_norm.weight", None, "layers.1.self_attn.k_norm.weight: missing"),
         ("DFlash", DFLASH, "markov_head.markov_w1.weight", (300, 8), "config.json has no use for it"),
-        ("DFlash", DFLASH, "candidate_selector.hidden_projection.weight", (8, 64), "candidate.* = .*a DFlash2 head"),
+        ("DFlash", DFLASH, "candidate_selector.hidden_projection.weight", (8, 64), "config.json has no use for it"),
+        ("DFlash2", DFLASH2, "candidate_selector.successor_codebook", None, "successor_codebook: missing"),
+        ("DFlash2", DFLASH2, "candidate_selector.predecessor_codebook", (77, 12), r"predecessor_c.*\[77, 12\]"),
+        ("DFlash2", DFLASH2, "layers.1.mlp_conv.base_kernel", None, "layers.1.mlp_conv.base_kernel: missing"),
+        ("DFlash2", DFLASH2, "layers.1.mlp_conv.base_kernel", (2, 3, 64), r"base_kernel: .*\[2, 3, 64\]"),
         ("Domino", replace(DFLASH, free=1), "embed_proj.2.weight", (300, 8), r"embed_proj.2.weight: .*\[300, 8\]"),
         ("DFlash", DFLASH, "prefix_gru.weight_ih_l0", (300, 8), "config.json has no use for it"),
         ("DFlash", DFLASH, "something.weight", (2,), "config.json has no use for it"),
@@ -153,6 +160,31 @@ def test_a_vocabulary_map_is_checked(tmp_path: Path) -> None:
         load_draft(directory, LlamaModel.load(tmp_path / "target", ops_for()))
 
 
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        ({"selector_top_k": None}, "selector_top_k = None: required"),
+        ({"selector_top_k": 301}, r"selector_top_k = 301: must be an integer in 1\.\.=300"),
+        ({"selector_rank": 0}, "selector_rank = 0"),
+        ({"conv_kernel_size": None}, "conv_kernel_size = None: required"),
+        ({"conv_group_size": 48}, "conv_group_size = 48: must divide hidden_size 64"),
+        ({"sample_from_anchor": True}, "sample_from_anchor = True: the first row of a DFlash2 head predicts nothing"),
+        ({"markov_rank": 4}, "markov_rank = 4: DFlash2 has a correction of its own"),
+        ({"draft_ffn_type": "moe"}, "draft_ffn_type = 'moe': only dense"),
+        ({"projector_type": "dspark"}, "projector_type = 'dspark': of DFlash2 heads it is dflash"),
+        ({"num_experts": 8}, "dflash_config.num_experts = 8: unknown"),
+    ],
+    ids=str,
+)
+def test_a_key_of_dflash2_that_cannot_be_honoured_is_named(tmp_path: Path, keys: dict[str, Any], match: str) -> None:
+    raw = blockzoo.config_of("DFlash2", DFLASH2, 6)
+    raw["dflash_config"] |= keys
+    with pytest.raises(UnsupportedModelError, match=match):
+        BlockConfig.from_dict(raw)
+    with pytest.raises(UnsupportedModelError, match="draft_vocab_size = 77: DFlash2 corrects the scores of all 300"):
+        BlockConfig.from_dict({**blockzoo.config_of("DFlash2", DFLASH2, 6), "draft_vocab_size": 77})
+
+
 def test_notes_and_parts_say_what_a_head_has(tmp_path: Path) -> None:
     target, directory, _ = head(tmp_path, "DSpark", DSPARK)
     modelzoo.edit_config(directory, a_new_key=3)
@@ -180,6 +212,11 @@ def test_what_a_file_of_speculators_leaves_out_is_its_classes_default() -> None:
     del raw["block_size"]
     config = BlockConfig.from_dict(raw)
     assert (config.block_size, config.markov, config.confidence, config.anchor) == (8, None, None, False)
+    raw = blockzoo.config_of("speculators", DFLASH2, 6)
+    for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "sample_from_anchor"):
+        del raw[key]
+    config = BlockConfig.from_dict(raw)
+    assert config.conv == Conv(2, 16) and config.selector == Selector(256, 16) and not config.anchor
     raw = blockzoo.config_of("DFlash", DFLASH, 6)
     del raw["block_size"]
     with pytest.raises(UnsupportedModelError, match="block_size"):
@@ -270,10 +307,13 @@ def test_a_published_configuration_is_read_or_refused_by_a_key(name: str) -> Non
 def test_forms_of_one_name_are_told_apart_by_keys() -> None:
     for keys, name in (({}, "DFlash"), ({"causal_head": True}, "JetSpec"), ({"causal_head": False}, "DFlash"),
                        ({"projector_type": "dspark"}, "DSpark"), ({"projector_type": "dflash"}, "DFlash"),
-                       ({"projector_type": "domino"}, "Domino")):  # fmt: skip
+                       ({"projector_type": "domino"}, "Domino"), ({"selector_rank": 8}, "DFlash2")):  # fmt: skip
         assert form_of({"architectures": ["DFlashDraftModel"], **section(**keys)}).name == name
     assert form_of({"architectures": ["DominoDraftModel"]}).name == "Domino"
     assert form_of({"architectures": ["DSparkDraftModel"]}).name == "DSpark"
+    assert form_of({"architectures": ["DFlash2DraftModel"]}).trainer == "z-lab"
+    nested = {"architectures": ["DFlash2DraftModel"], "speculators_model_type": "dflash2"}
+    assert form_of(nested).trainer == "speculators"
 
 
 def test_layers_that_no_key_names_are_the_authors_own() -> None:
@@ -287,7 +327,7 @@ def test_layers_that_no_key_names_are_the_authors_own() -> None:
     ("form", "b"),
     [("DFlash", DFLASH), ("speculators", replace(DSPARK, draft_vocab=77, own_embedding=True)),
      ("DeepSpec", replace(DFLASH, anchor=True, markov="rnn", biases=True, own_scores=True)),
-     ("Domino", replace(DFLASH, free=1))],
+     ("Domino", replace(DFLASH, free=1)), ("DFlash2", DFLASH2)],
 )  # fmt: skip
 def test_memory_of_a_head_is_counted(tmp_path: Path, form: str, b: Block) -> None:
     _, directory, tensors = head(tmp_path, form, b)
@@ -297,9 +337,8 @@ def test_memory_of_a_head_is_counted(tmp_path: Path, form: str, b: Block) -> Non
     own = "lm_head.weight" in tensors
     products = [product for name, product in made.products() if own or name != "lm_head"]
     packed = 4 * sum(product.out_features * product.in_features for product in products)
-    vectors = sum(t.nbytes for n, t in tensors.items() if t.dim() == 1 and t.is_floating_point() and "confid" not in n)
-    tables = sum(
-        t.nbytes for n, t in tensors.items() if n.startswith(("embed_tokens", "embed_proj.2")) or "markov_w" in n
-    )
+    vectors = sum(t.nbytes for n, t in tensors.items() if t.dim() != 2 and t.is_floating_point() and "confid" not in n)
+    names = ("embed_tokens", "embed_proj.2", "markov_w", "codebook")
+    tables = sum(t.nbytes for n, t in tensors.items() if any(name in n for name in names))
     ids = 8 * (b.draft_vocab or 0)
     assert head_bytes(made.config, directory, HOST) == packed + vectors + tables + ids
