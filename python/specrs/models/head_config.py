@@ -186,7 +186,13 @@ HeadConfig = Eagle1Config | Eagle3Config | BlockConfig
 
 def _mask(get: Reader) -> int:
     """The token of masked rows, by all keys that name it."""
-    said = [key for key in MASK_KEYS if get.raw.get(key) is not None] or [MASK_KEYS[0]]
+    said = [key for key in MASK_KEYS if get.raw.get(key) is not None]
+    if not said:
+        why = (
+            "required: the token that masked rows read. Software that trains such heads may keep it elsewhere, "
+            "SpecForge as model.mask_token_id of the run's options; add it to config.json"
+        )
+        get.refuse(MASK_KEYS[0], None, why)
     found = [get.integer(key, minimum=0, maximum=get.integer("vocab_size") - 1) for key in said]
     for key, token in zip(said, found, strict=True):
         if token != found[0]:

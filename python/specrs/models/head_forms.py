@@ -62,7 +62,10 @@ _EAGLE1 = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "Qwen2ForCausalLMEa
 FORMS = (
     Form("P-EAGLE", "for vLLM", "parallel", _EAGLE3, keys={"parallel_drafting": None}),
     Form("P-EAGLE", "SpecForge", "parallel", ("PEagleDraftModel",)),
-    Form("P-EAGLE", "speculators", "parallel", ("PEagleSpeculator",), speculators="peagle"),
+    Form(
+        "P-EAGLE", "speculators", "parallel", ("PEagleSpeculator",), speculators="peagle",
+        heads=("RedHatAI/Qwen3-8B-speculator.peagle",),
+    ),
     Form(
         "EAGLE-3", "SpecForge, AngelSlim, NVIDIA", "eagle3", _EAGLE3,
         heads=("AngelSlim/Qwen3-8B_eagle3", "lmsys/sglang-EAGLE3-LLaMA3.1-Instruct-8B"),
@@ -88,27 +91,43 @@ FORMS = (
     Form("Domino", "SpecForge", "block", ("DominoDraftModel",), family=_QWEN3),
     Form(
         "Domino", "SpecForge", "block", ("DFlashDraftModel",), keys={"dflash_config.projector_type": "domino"},
-        family=_QWEN3,
+        family=_QWEN3, heads=("Huang2020/Qwen3-4B-Domino-b16", "Huang2020/Qwen3-8B-Domino-b16"),
     ),
     Form("DFlash2", "z-lab", "block", ("DFlash2DraftModel",), family=_QWEN3),
     Form(
         "DFlash2", "converters for older servers", "block", ("DFlashDraftModel",),
         keys={"dflash_config.selector_rank": None}, family=_QWEN3,
     ),
-    Form("DFlash2", "speculators", "block", ("DFlash2DraftModel",), speculators="dflash2", family=_QWEN3),
-    Form("JetSpec", "JetSpec", "block", ("DFlashDraftModel",), keys={"dflash_config.causal_head": None}, family=_QWEN3),
+    Form(
+        "DFlash2", "speculators", "block", ("DFlash2DraftModel",), speculators="dflash2", family=_QWEN3,
+        heads=("mgoin/Qwen3-4B-speculator.dflash2", "RedHatAI/Qwen3-8B-speculator.dflash2"),
+    ),
+    Form(
+        "JetSpec", "JetSpec", "block", ("DFlashDraftModel",), keys={"dflash_config.causal_head": None}, family=_QWEN3,
+        heads=("JetSpec/jetspec-qwen3-8b",),
+    ),
     Form("DSpark", "SpecForge", "block", ("DSparkDraftModel",), family=_QWEN3, anchor=True),
     Form(
         "DSpark", "SpecForge", "block", ("DFlashDraftModel",), keys={"dflash_config.projector_type": "dspark"},
         family=_QWEN3, anchor=True,
     ),
-    Form("DSpark", "DeepSpec", "block", ("Qwen3DSparkModel",), family=_QWEN3, anchor=True),
-    Form("DSpark", "speculators", "block", ("DSparkSpeculator",), speculators="dspark", family=_QWEN3, anchor=True),
+    Form(
+        "DSpark", "DeepSpec", "block", ("Qwen3DSparkModel",), family=_QWEN3, anchor=True,
+        heads=("deepseek-ai/dspark_qwen3_4b_block7", "deepseek-ai/dspark_qwen3_8b_block7"),
+    ),
+    Form(
+        "DSpark", "speculators", "block", ("DSparkSpeculator",), speculators="dspark", family=_QWEN3, anchor=True,
+        heads=("mpashkovskii/dspark-qwen3-8b",),
+    ),
     Form(
         "DFlash", "z-lab, SpecForge", "block", ("DFlashDraftModel",), family=_QWEN3,
-        heads=("z-lab/Qwen3-4B-DFlash-b16", "z-lab/Qwen3-8B-DFlash-b16"),
+        heads=("z-lab/Qwen3-4B-DFlash-b16", "z-lab/Qwen3-8B-DFlash-b16",
+               "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
     ),
-    Form("DFlash", "speculators", "block", ("DFlashSpeculator",), speculators="dflash", family=_QWEN3),
+    Form(
+        "DFlash", "speculators", "block", ("DFlashSpeculator",), speculators="dflash", family=_QWEN3,
+        heads=("RedHatAI/Qwen3-8B-speculator.dflash",),
+    ),
 )  # fmt: skip
 """Forms that run. A directory has the first form whose name and tensors it has."""
 

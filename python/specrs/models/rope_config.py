@@ -125,9 +125,14 @@ def _rope_from(
     if family.longrope:
         return _longrope(get, key, read, theta, share, rotary, max_position)
     kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "mrope" or rope.get("mrope_section"):
+        name, got = ("rope_type", kind) if kind == "mrope" else ("mrope_section", rope["mrope_section"])
+        why = (
+            "positions on three axes, as multimodal models have, are not implemented; those of text alone are "
+            "rope_type default without mrope_section"
+        )
+        get.refuse(f"{key}.{name}", got, why)
     if kind == "default":
-        if rope.get("mrope_section"):
-            get.refuse(f"{key}.mrope_section", rope["mrope_section"], "multimodal positions are not implemented")
         return RopeConfig("default", theta)
     if kind not in ("linear", "dynamic", "llama3", "yarn"):
         get.refuse(f"{key}.rope_type", kind, "implemented: default, linear, dynamic, llama3, yarn")

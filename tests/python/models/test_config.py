@@ -136,6 +136,7 @@ REFUSED = [
         "rope_scaling.mrope_section",
         "multimodal",
     ),
+    ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, "rope_scaling.rope_type", "three axes"),
     ({"head_dim": 33.0}, "head_dim", "must be an integer"),
     ({"head_dim": 0}, "head_dim", "1..=4096"),
     (
