@@ -15,12 +15,16 @@ from typing import Any
 
 import torch
 
-from specrs._specrs import ConfigError
+from specrs._specrs import ConfigError, SpecrsError
 from specrs.models.weight_files import weight_files
 
 FOLDER = "checkpoint"
 _FILE = "state.pt"
 _SAMPLE = 1 << 20  # bytes of a file's beginning and end that stand for it
+
+
+class CheckpointError(SpecrsError):
+    """A checkpoint that cannot be written; the one before is kept."""
 
 
 def model_digest(model: Path) -> str:
@@ -49,6 +53,7 @@ class Checkpoint:
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
         self.folder = folder / FOLDER
         self._path = self.folder / _FILE
+        self._new = self._path.with_suffix(".new")
         self._identity = dict(identity)
 
     @property
@@ -56,15 +61,38 @@ class Checkpoint:
         """True if there is one."""
         return self._path.exists()
 
+    def check(self) -> None:
+        """Raise ConfigError where a checkpoint cannot be written. Leaves the results' folder, as it was or empty."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._new.touch()
+            self._discard()
+        except OSError as error:
+            raise ConfigError(f"out = {str(self.folder.parent)!r}: cannot be written: {error}") from error
+
     def save(self, state: Mapping[str, Any]) -> None:
-        """Write the state; a training that is cut off meanwhile leaves the checkpoint before."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        new = self._path.with_suffix(".new")
-        with new.open("wb") as file:
-            torch.save({"identity": json.dumps(self._identity), **state}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self._path)
+        """Write the state; a training that is cut off meanwhile leaves the checkpoint before.
+
+        Raises:
+            CheckpointError: there is no room, or another fault of the file system.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self._new.open("wb") as file:
+                torch.save({"identity": json.dumps(self._identity), **state}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            self._new.replace(self._path)
+        except (OSError, RuntimeError) as error:  # torch's own are of the latter
+            before = "the one before is kept, with which --resume goes on" if self.exists else "there is none yet"
+            self._discard()
+            raise CheckpointError(f"checkpoint in {self.folder}: cannot be written: {error}; {before}") from error
+
+    def _discard(self) -> None:
+        """Remove what was begun, and the folder if nothing else is in it."""
+        self._new.unlink(missing_ok=True)
+        if self.folder.is_dir() and not any(self.folder.iterdir()):
+            self.folder.rmdir()
 
     def load(self) -> dict[str, Any]:
         """Return the state, on the host.
@@ -87,6 +115,5 @@ class Checkpoint:
 
     def remove(self) -> None:
         """Remove the checkpoint of a training that is over."""
-        if self.exists:
-            self._path.unlink()
-            self.folder.rmdir()
+        self._path.unlink(missing_ok=True)
+        self._discard()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from specrs import progress
 from specrs._specrs import ConfigError, __version__
@@ -24,7 +25,7 @@ from specrs.models import ModelConfig, check_draft, follow_torch, has_recurrent_
 from specrs.models.cuda import why_not
 from specrs.train.answers import Answer, Prompt, Writer, beginnings
 from specrs.train.card import Report
-from specrs.train.checkpoint import Checkpoint, model_digest
+from specrs.train.checkpoint import Checkpoint, CheckpointError, model_digest
 from specrs.train.documents import Document, Documents, in_turns, read_text
 from specrs.train.heads import feature_layers
 from specrs.train.measured import Engines, measured
@@ -79,7 +80,8 @@ class Session:
         measured_on: that of the report, the CPU where a GPU does not run such heads; known once the head is there.
 
     Raises:
-        ConfigError: options, files, or a model that will not do; nothing has been written then.
+        ConfigError: options, files, or a model that will not do, or a folder that cannot be written; nothing has been
+            written then.
     """
 
     def __init__(self, asked: Asked, log: Callable[[str], None]) -> None:
@@ -114,9 +116,12 @@ class Session:
         }  # fmt: skip
         self._checkpoint = Checkpoint(asked.out, {**self._digests, **asdict(self._options)})
         self._kept = self._checkpoint.load() if asked.resume else None
+        if asked.out.exists() and not asked.out.is_dir():
+            raise ConfigError(f"out = {str(asked.out)!r}: is a file; give a directory that is empty or not there")
         if not asked.resume and asked.out.exists() and any(asked.out.iterdir()):
             has = "a checkpoint, with which --resume goes on" if self._checkpoint.exists else "files"
             raise ConfigError(f"out = {str(asked.out)!r}: has {has}; give a directory that is empty or not there")
+        self._checkpoint.check()
 
     def _placed(self) -> Site:
         """The device, as an engine without drafts gets it."""
@@ -136,6 +141,7 @@ class Session:
 
         Raises:
             TrainingError: the training diverged.
+            CheckpointError: a checkpoint or the head cannot be written.
         """
         asked, o = self._asked, self._options
         follow_torch()
@@ -163,7 +169,11 @@ class Session:
                 trainer.load(kept)
             with progress.shares("training", asked.progress) as tell:
                 trainer.train(lambda state: self._checkpoint.save({**written, **state}), lambda: interrupts.came, tell)
-            trainer.head.save(self._sizes, asked.out)
+            try:
+                trainer.head.save(self._sizes, asked.out)
+            except (OSError, SafetensorError) as error:
+                why = "the training is over, and --resume writes the head once there is room"
+                raise CheckpointError(f"out = {str(asked.out)!r}: cannot be written: {error}; {why}") from error
         record = self._record(trainer, texts, spent)
         del trainer
         report = self._report(record)

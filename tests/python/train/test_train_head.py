@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from modelzoo import Pair, edit_config, read_weights, write_weights
 from specrs import LLM, SamplingParams, progress
@@ -176,6 +177,60 @@ def test_another_training_is_not_resumed(
     assert error in capsys.readouterr().err
     assert train(out, *options) == 2
     assert "a checkpoint, with which --resume goes on" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_model_answers(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for out, error in ((tmp_path / "file", "is a file; give a dir"), (tmp_path / "file" / "x", "cannot be written")):
+        assert train(out, *options) == 2
+        said = capsys.readouterr().err
+        assert f"out = '{out}': {error}" in said and "training on" not in said
+    out = tmp_path / "refused"
+    assert train(out, *options[:1], "--text", "nowhere") == 2 and not out.exists()
+
+
+@pytest.mark.parametrize("form", ["eagle3", "dspark", "dflash"])
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), RuntimeError("unexpected pos 64 vs 0")])
+def test_a_full_disk_keeps_the_checkpoint_before(
+    form: str, fault: Exception, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    whole, parts, argv = tmp_path / "whole", tmp_path / "parts", [*options, "--form", form]
+    train(whole, *argv)
+    write = torch.save
+
+    def full(value: Any, file: Any) -> None:
+        file.write(b"PK")
+        raise fault
+
+    monkeypatch.setattr(torch, "save", full)
+    assert train(parts, *argv) == 2
+    assert f"checkpoint in {parts / 'checkpoint'}: cannot be written: {fault}; there is none yet" in (
+        capsys.readouterr().err
+    )
+    assert not any(parts.iterdir()), "so that the same command works once there is room"
+    monkeypatch.setattr(torch, "save", write)
+    with interrupted_at(3, monkeypatch):
+        train(parts, *argv)
+    monkeypatch.setattr(torch, "save", full)
+    assert train(parts, *argv, "--resume") == 2
+    assert f"{fault}; the one before is kept, with which --resume goes on" in capsys.readouterr().err
+    assert [path.name for path in (parts / "checkpoint").iterdir()] == ["state.pt"]
+    monkeypatch.setattr(torch, "save", write)
+
+    def no_room(*args: Any, **kwargs: Any) -> None:
+        raise SafetensorError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("specrs.train.heads.save_file", no_room)
+        assert train(parts, *argv, "--resume") == 2
+    assert "the training is over, and --resume writes the head once there is room" in capsys.readouterr().err
+    train(parts, *argv, "--resume")
+    assert not (parts / "checkpoint").exists()
+    for a, b in zip(read_weights(whole).items(), read_weights(parts).items(), strict=True):
+        assert a[0] == b[0] and torch.equal(a[1], b[1]), a[0]
 
 
 @pytest.mark.parametrize(
