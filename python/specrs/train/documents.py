@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -55,10 +55,15 @@ def in_turns(documents: Sequence[Document[_T]]) -> Iterator[Document[_T]]:
 
 @dataclass(frozen=True)
 class Documents(Generic[_T]):
-    """Documents on both sides of the split."""
+    """Documents on both sides of the split.
+
+    Attributes:
+        left_out: number of files of directories that are no text.
+    """
 
     kept: tuple[Document[_T], ...] = ()
     held_out: tuple[Document[_T], ...] = ()
+    left_out: int = 0
 
     @classmethod
     def of(cls, found: Iterable[Document[_T]]) -> Documents[_T]:
@@ -100,6 +105,7 @@ def read_text(paths: Sequence[str]) -> Documents[str]:
         ConfigError: a path that is not there, a named file that is not UTF-8, a line that is no document; no text.
     """
     found: list[Document[str]] = []
+    left_out = 0
     for name in paths:
         path = Path(name)
         if path.is_dir():
@@ -109,7 +115,7 @@ def read_text(paths: Sequence[str]) -> Documents[str]:
                 try:
                     found += _documents(file, kind)
                 except UnicodeDecodeError:  # a directory of sources has pictures too
-                    continue
+                    left_out += 1
         elif path.is_file():
             try:
                 found += _documents(path, path.stem)
@@ -119,7 +125,7 @@ def read_text(paths: Sequence[str]) -> Documents[str]:
             raise ConfigError(f"text = {name!r}: no such file or directory")
     if paths and not found:
         raise ConfigError(f"text = {list(paths)!r}: no documents")
-    return Documents.of(found)
+    return replace(Documents.of(found), left_out=left_out)
 
 
 def _documents(path: Path, kind: str) -> Iterator[Document[str]]:

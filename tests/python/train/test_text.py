@@ -43,6 +43,7 @@ def test_kinds_are_folders_fields_and_names(tmp_path: Path) -> None:
     names = [str(tmp_path / name) for name in ("root", "lines.jsonl", "long.md")]
     found = read_text(names)
     every = [*found.kept, *found.held_out]
+    assert found.left_out == 1
     kinds = {kind: sum(d.kind == kind for d in every) for kind in {d.kind for d in every}}
     assert kinds.pop("long") == 2  # sections alike count once; the last one is shorter
     assert kinds == {"x": 2, "root": 1, "lines": 1, "said": 1}
