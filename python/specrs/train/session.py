@@ -105,7 +105,7 @@ class Session:
             )
         self._documents, self._prompts = read_text(asked.text), Documents.of(asked.prompts)
         if self._documents.left_out:
-            log(f"left out, since they are not UTF-8: {self._documents.left_out} files")
+            log(f"files left out, since they are not UTF-8: {self._documents.left_out}")
         for name, found in (("text", self._documents), ("prompts", self._prompts)):
             if len(found) and not found.held_out:
                 raise ConfigError(
