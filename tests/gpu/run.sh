@@ -42,13 +42,15 @@ run_file() {
     echo $? >"$work/tests-$name.rc"
     echo "$name: $(tail -n 1 "$out/$name.log") (until $SECONDS s, since $began s)"
 }
-# Runs a command beside JOBS - 1 others; in turns on each GPU, as its first one.
+# Runs a command beside JOBS - 1 others, with each of the visible GPUs in turn as its first one.
 queued=0
 started=0
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+IFS=, read -ra visible <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus - 1)))}"
 queue() {
-    CUDA_VISIBLE_DEVICES=$(seq -s, "$started" $((started + gpus - 1)) | awk -v n="$gpus" -v RS=, -v ORS=, '{print $1 % n}' | sed 's/,$//') \
-        "$@" &
+    local first=$((started % (gpus > 0 ? gpus : 1)))
+    local order=("${visible[@]:first}" "${visible[@]:0:first}")
+    CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${order[*]}") "$@" &
     started=$((started + 1))
     queued=$((queued + 1))
     [ "$queued" -lt "${JOBS:-1}" ] || { wait -n; queued=$((queued - 1)); }
