@@ -27,8 +27,7 @@ from gate_texts import CODE, KINDS
 from specrs import LLM, SamplingParams
 from specrs import _specrs as core
 from specrs.assets import model_dir
-from specrs.engine.devices.calibration import costs_of_blocks
-from specrs.engine.drafting.costs import Costs, Pace, PassCost
+from specrs.engine.drafting.costs import Costs, PassCost
 from specrs.engine.drafting.plans import RoundOutcome
 from specrs.engine.drafting.sources import DraftSession
 
@@ -60,9 +59,8 @@ class Block:
             for some in (sum(parts.values()) - writes, writes)
         )
         rows = head.config.block_size
-        both = {n: self.rows.at(n * rows) + self.write.at(2 * n) for n in (1, 2, 4, 8)}
-        nothing = PassCost([1], [0.0])
-        self.tables = {"draft_step": nothing, "draft_extend": costs_of_blocks(both, Pace())}
+        both = [self.rows.at(n * rows) + self.write.at(2 * n) for n in (1, 2, 4, 8)]
+        self.tables = {"draft_step": PassCost([1], [0.0]), "draft_extend": PassCost([2, 4, 8, 16], both)}
 
 
 class Frozen(Costs):
