@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from specrs.backends.matrix import GRAPH_LEVELS, Row
+from specrs.backends.matrix import Row
 from specrs.marked import write_tables
 
 RESULTS = Path(__file__).parent / "results"
@@ -69,8 +69,7 @@ def seen(measured: dict[str, Any], tests: dict[str, Any]) -> dict[str, list[dict
                 found.setdefault(name, []).append({**row, **of_it})
     for row in tests["engine"]:
         found.setdefault(row["backend"], []).append(row)
-    # Some runs were also at a level that has gone since.
-    return {name: [row for row in rows if row["graphs"] in GRAPH_LEVELS] for name, rows in found.items()}
+    return found
 
 
 def declared(row: Row) -> set[tuple[Any, ...]]:
@@ -104,8 +103,7 @@ def cells(measured: dict[str, Any], tests: dict[str, Any], name: str) -> set[tup
     mine = {kind: [row for row in tests[kind] if row["backend"] == name] for kind in _KINDS}
     found |= {("heads", row["phase"], row["head_dim"], row["dtype"]) for row in mine["heads"]}
     found |= {("foreign graph", row["phase"], row["draft_layout"]) for row in mine["foreign graph"]}
-    calm = {row["graphs"] for row in mine["synchronisations"] if not row["waits"]} & set(GRAPH_LEVELS)
-    return found | {("no synchronisation", level) for level in calm}
+    return found | {("no synchronisation", row["graphs"]) for row in mine["synchronisations"] if not row["waits"]}
 
 
 def _list(values: Iterable[Any]) -> str:
@@ -154,7 +152,7 @@ def _kernels(name: str, tests: dict[str, Any]) -> list[str]:
         for dtype in sorted({row["dtype"] for row in mine["heads"]})
     }
     graphs = {(row["phase"], row["draft_layout"]) for row in mine["foreign graph"]}
-    waits = {row["graphs"]: row["waits"] for row in mine["synchronisations"] if row["graphs"] in GRAPH_LEVELS}
+    waits = {row["graphs"]: row["waits"] for row in mine["synchronisations"]}
     return [
         f"`{name}`",
         "; ".join(f"{dtype}: {_list(of)}" for dtype, of in sizes.items()),

@@ -2,7 +2,7 @@
 
 The model is the one in the package, with its head. Requests decode greedily from held-out prompts, by trees of K in 1,
 4 and 8, over pages of 1, 16 and 64 tokens, dense and holey where the two differ, in CUDA graphs of a round; for one
-tree also without graphs. The reference are the tokens of plain decoding by ``native``, which do not depend
+tree also without graphs and in loops. The reference are the tokens of plain decoding by ``native``, which do not depend
 on trees, pages or batches. A tie is the first position at which a request's tokens part from them; its margin is how
 much larger the log-probability of the reference's token is there. "Apart" is the largest difference of the tokens'
 log-probabilities before that. "Accepted" are tokens a round. A synchronisation is a call of CUDA by which the host
@@ -214,7 +214,7 @@ def asked_for() -> list[dict[str, Any]]:
     ]
     k, page = LEVELS
     at_levels = [row for row in rows if (row["tree"], row["page_size"]) == (TREES[k], page)]
-    return [*rows, *({**row, "graphs": "off"} for row in at_levels)]
+    return [*rows, *({**row, "graphs": level} for row in at_levels for level in ("off", "loop"))]
 
 
 def able(name: str, asked: dict[str, Any]) -> bool:

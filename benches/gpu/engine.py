@@ -156,7 +156,7 @@ def share_of_floor(models_: tuple[Path, Path], row: dict[str, Any]) -> dict[str,
         "draft_passes": {"tree": steps + 1, "tree_as_run": steps},
         "tokens_per_second_at_4": {"floor": round(batch * 4e3 / floor["tree"], 1)},
     }  # fmt: skip
-    for level in ("off", "round"):
+    for level in ("off", "round", "loop"):
         for name, ms in floor.items():
             out.setdefault(name, {})[level] = round(ms / row[f"{name.partition('_')[0]}_{level}"]["period_ms"], 4)
         out["tokens_per_second_at_4"][level] = round(batch * 4e3 / row[f"tree_{level}"]["period_ms"], 1)
@@ -194,12 +194,12 @@ def opened(models_: tuple[Path, Path], batch: int, context: int, count: int, kin
 def levels(models_: tuple[Path, Path], batch: int, context: int, count: int) -> dict[str, Any]:
     """Rounds of a case at every graph level; the tokens of all are compared.
 
-    ``idle_ms``: by how much the period without graphs exceeds that with them, in which the host is ahead.
+    ``idle_ms`` of a level: by how much its period exceeds that of the loop, which leaves nothing to the host.
     """
     row: dict[str, Any] = {"batch": batch, "context": context}
     outputs = []
     for kind in ("plain", "tree"):
-        for level in ("off", "round"):
+        for level in ("off", "round", "loop"):
             prompts, options, tree = prepared(batch, context, count, level)
             row["tree"] = tree
             collect()
@@ -209,10 +209,11 @@ def levels(models_: tuple[Path, Path], batch: int, context: int, count: int) -> 
                 outputs.append(found)
                 if level != "off":
                     row.setdefault("synchronisations", {})[f"{kind}_{level}"] = synchronisations(llm, prompts, count)
-        alone, ahead = row[f"{kind}_off"], row[f"{kind}_round"]
-        alone["idle_ms"] = round(alone["period_ms"] - ahead["period_ms"], 4)
+        least = row[f"{kind}_loop"]["period_ms"]
+        for level in ("off", "round"):
+            row[f"{kind}_{level}"]["idle_ms"] = round(row[f"{kind}_{level}"]["period_ms"] - least, 4)
     row["tokens_per_second_at_4"] = {
-        level: round(batch * 4e3 / row[f"tree_{level}"]["step_ms"], 1) for level in ("off", "round")
+        level: round(batch * 4e3 / row[f"tree_{level}"]["step_ms"], 1) for level in ("off", "round", "loop")
     }
     row["same_tokens"] = all(found == outputs[0] for found in outputs)
     row["share_of_floor"] = share_of_floor(models_, row)

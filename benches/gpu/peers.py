@@ -1,7 +1,7 @@
 """Goal 10 beside transformers, on the same GPU and in the same run: the model in the package, and an 8B shape.
 
 ``package``: the model in the package, greedy, one request at a time and 8 at once. Tokens a second of whole requests by
-specrs (plain, a tree of (4, 4, 16), and the tree that its cost model picks), and by
+specrs (plain, a tree of (4, 4, 16), and the tree that its cost model picks; graphs of rounds and loops of them), and by
 transformers in bfloat16 (plain, and for one request prompt lookup and early exit). All take turns; medians. The tokens
 of specrs's engines must be equal. transformers rounds otherwise, so that near ties may part: the share of requests
 with equal tokens is told.
@@ -120,12 +120,13 @@ def package_case(hf: Any, requests: int, args: argparse.Namespace, until: float)
             "plain": {"speculative": False}, f"tree {TREE}": {"tree": TREE}, "default tree": {},
         }  # fmt: skip
         for kind, options in kinds.items():
-            name = f"specrs {kind}, round"
-            try:
-                made = LLM(device="cuda", max_batch=requests, prefix_cache=False, graphs="round", **options)
-                llms[name] = stack.enter_context(made)
-            except Exception as error:
-                left_out[name] = engine.reason(error)
+            for graphs in ("round", "loop"):
+                name = f"specrs {kind}, {graphs}"
+                try:
+                    made = LLM(device="cuda", max_batch=requests, prefix_cache=False, graphs=graphs, **options)
+                    llms[name] = stack.enter_context(made)
+                except Exception as error:
+                    left_out[name] = engine.reason(error)
         first = next(iter(llms.values()))
         prompts = [first.encode(p) for p in assets.heldout_prompts()[-(requests if together else args.prompts) :]]
         engines = {name: specrs_decoder(llm, prompts, together, args.max_tokens) for name, llm in llms.items()}
@@ -359,17 +360,18 @@ def workers(contexts: list[int], layers: int) -> Iterator[dict[int, Worker]]:
 
 
 def rounds_of(models: tuple[Path, Path], context: int, count: int) -> tuple[dict[str, Any], dict[str, list[list[int]]]]:
-    """Steady plain and tree rounds of specrs, and their tokens."""
+    """Steady plain and tree rounds of specrs at both graph levels, and their tokens."""
     out: dict[str, Any] = {}
     tokens = {}
     for kind in ("plain", "tree"):
-        prompts, options, tree = engine.prepared(1, context, count, "round")
-        out["tree"] = tree
-        extra: dict[str, Any] = {"speculative": False} if kind == "plain" else {"tree": tree}
-        engine.collect()
-        with LLM(*models, **options, **extra) as llm:
-            engine.rounds(llm, [p[:64] for p in prompts], 24)  # makes the rounds' graphs
-            tokens[f"{kind}_round"], out[f"{kind}_round"] = engine.steady(llm, prompts, count)
+        for graphs in ("round", "loop"):
+            prompts, options, tree = engine.prepared(1, context, count, graphs)
+            out["tree"] = tree
+            extra: dict[str, Any] = {"speculative": False} if kind == "plain" else {"tree": tree}
+            engine.collect()
+            with LLM(*models, **options, **extra) as llm:
+                engine.rounds(llm, [p[:64] for p in prompts], 24)  # makes the rounds' graphs
+                tokens[f"{kind}_{graphs}"], out[f"{kind}_{graphs}"] = engine.steady(llm, prompts, count)
     engine.collect()
     return out, tokens
 
@@ -401,7 +403,7 @@ def shape(args: argparse.Namespace, until: float, keep: Callable[[], None], out:
             if runs:
                 ms = statistics.median(runs)
                 row["transformers"] |= {"ms": round(ms, 4), "least_ms": min(runs), "most_ms": max(runs)}
-                for name in ("plain_round", "tree_round"):
+                for name in ("plain_round", "plain_loop", "tree_round", "tree_loop"):
                     if name in row["specrs"]:
                         ratio = round(row["specrs"][name]["step_ms"] / ms, 4)
                         row.setdefault("specrs_round_over_transformers_token", {})[name] = ratio

@@ -4,7 +4,7 @@ Requests of all kinds join at random steps and end in every way, so that batches
 reference is plain decoding of one request at a time, launched kernel by kernel. The last third runs beside a stream
 that hogs the GPU.
 
-    python benches/gpu/soak.py [--json FILE] [--rounds 10000] [--levels off,round]
+    python benches/gpu/soak.py [--json FILE] [--rounds 10000] [--levels off,round,loop]
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=10_000)
-    parser.add_argument("--levels", default="off,round")
+    parser.add_argument("--levels", default="off,round,loop")
     args = parser.parse_args()
     with LLM(device="cuda", graphs="off", speculative=False, max_batch=1, prefix_cache=False) as llm:
         requests = work(llm)

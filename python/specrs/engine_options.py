@@ -163,8 +163,9 @@ OPTIONS: Mapping[str, Option] = MappingProxyType({
     "graphs": Option(
         "how much of a GPU's rounds is one launch", unset="round on a GPU, off on the CPU", choices=GRAPH_LEVELS,
         more='`"round"` replays the launches of a round as one CUDA graph, made for each size of batch, and launches '
-        'the next round before the host knows what this one found; `"off"` launches kernels one by one and waits for '
-        'each round. A CPU has `"off"` alone. Bits are the same.',
+        'the next round before the host knows what this one found; with `"loop"` the device goes on by itself, for up '
+        'to 8 rounds or until a request ends; `"off"` launches kernels one by one and waits for each round. A CPU has '
+        '`"off"` alone. Bits are the same.',
     ),
 })  # fmt: skip
 """Every option by name, as it is told."""

@@ -70,9 +70,9 @@ def recorded(
 
         return passed
 
-    def launched(before: LaunchedRound, levels: int) -> Any:
-        """Of a round behind one that is not collected, before the next one overwrites its logits."""
-        done = launch(before, levels)
+    def launched(before: LaunchedRound, rounds: int, levels: int) -> Any:
+        """Of a round behind one that is not collected, before the next one overwrites its logits: 1, also in a loop."""
+        done = launch(before, 1, levels)
         if done is not None:
             ahead.append(done)
             found, tree = done.bucket.collect(done.number), done.variant.levels > 0
@@ -95,6 +95,7 @@ def recorded(
             delattr(executor, name)  # the class's own are back, and nothing refers to itself
     if executor_runs_ahead(llm, params):
         assert ahead, "no round was launched before the last one was collected"
+        assert any(done.variant.loop for done in ahead) == (llm.config.graphs == "loop")
     llm.audit()
     ends = {i: len(p) + len(o.token_ids) - 1 for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))}
     # If an accepted path runs past the end of its request, the tokens behind the end decided nothing.

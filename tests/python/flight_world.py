@@ -33,7 +33,8 @@ from specrs.engine.request.request import Request
 from specrs.models.acceptance import UNKNOWN
 from specrs.models.features import FeatureRows, Features, KeptFeatures, gather
 
-Level = Literal["off", "round"]
+Level = Literal["off", "round", "loop"]
+LOOP = 8  # rounds of a loop at most
 SLOTS = 16  # rounds whose results are kept
 
 
@@ -95,6 +96,8 @@ class Found:
     unsound: dict[int, core.NonFiniteError]
     logits: torch.Tensor
     features: FeatureRows | None
+    goes_on: bool = False
+    ended: bool = False
     origins: list[list[int]] | None = None
 
 
@@ -105,12 +108,14 @@ class Run:
     Attributes:
         levels: levels of drafts.
         follow: true if features are kept.
+        needs_sync: true if the host has to read its first round before anything is launched behind it.
         given: trees of the host, which its only round unites with its drafts.
     """
 
     seats: list[Seat]
     levels: int
     follow: bool
+    needs_sync: bool
     given: core.TreeBatch | None = None
 
 
@@ -123,6 +128,7 @@ class Round:
     number: int
     batch: Batch
     places: Sequence[int]
+    loop: bool = False
 
     @cached_property
     def _found(self) -> Found:
@@ -133,11 +139,27 @@ class Round:
         return found
 
     def of(self, batch: Batch, rows: Sequence[int]) -> Round:
-        return Round(self.device, self.run, self.number, batch, [self.places[row] for row in rows])
+        return Round(self.device, self.run, self.number, batch, [self.places[row] for row in rows], self.loop)
 
     @property
-    def _held(self) -> Found:
-        if not self.device.holds(self.number):
+    def ahead(self) -> int:
+        device = self.device
+        if self.run.needs_sync or device._running is not self.run:
+            return 0
+        if device.told.level == "round":
+            return 1
+        # The end of a loop is known; a round alone has not been waited for.
+        return 0 if self.loop and device.slot(self.number).ended else LOOP
+
+    def following(self) -> Round | None:
+        device = self.device
+        if not self.loop or self.number != device._handed - 1 or not device.slot(self.number).goes_on:
+            return None
+        device._handed += 1
+        return replace(self, number=self.number + 1)
+
+    def _held(self, held: bool) -> Found:
+        if not held:
             raise core.StaleOutputError(f"round {self.number} is overwritten")
         return self._found
 
@@ -159,7 +181,7 @@ class Round:
     def accepts(self) -> core.Accepts:
         found = self._found
         if any(found.faulty[p] for p in self.places):
-            logits, sizes = self._held.logits, found.trees.sizes
+            logits, sizes = self._held(self.device.holds_logits(self.number)).logits, found.trees.sizes
             rows = [row for p in self.places for row in range(found.starts[p], found.starts[p] + sizes[p])]
             return core.verify(self.trees, logits[rows], [r.sampler for r in self.batch], self.batch.lens)
         paths, tokens = ([each[p] for p in self.places] for each in (found.paths, found.tokens))
@@ -168,9 +190,11 @@ class Round:
         return core.Accepts.from_arrays(ends, *flat)
 
     @property
-    def lost(self) -> bool:
-        lost = not self.device.holds(self.number) and any(self._found.faulty[p] for p in self.places)
-        self.device.told.lost += lost
+    def lost(self) -> list[int]:
+        if self.device.holds_logits(self.number):
+            return []
+        lost = [i for i, p in enumerate(self.places) if self._found.faulty[p]]
+        self.device.told.lost += len(lost)
         return lost
 
     @property
@@ -186,13 +210,13 @@ class Round:
         return told
 
     def likeliest(self, requests: Sequence[int], count: int) -> list[tuple[list[int], list[list[int]]]] | None:
-        if not self.device.holds(self.number):
+        if not self.device.holds_logits(self.number):
             return None
         found = self._found
         return likeliest(self.trees, [found.starts[p] for p in self.places], found.logits, requests, count)
 
     def logits(self, request: int, rows: Sequence[int]) -> torch.Tensor:
-        found = self._held
+        found = self._held(self.device.holds_logits(self.number))
         first = found.starts[self.places[request]]
         return found.logits[[first + row for row in rows]]
 
@@ -235,7 +259,8 @@ class Device(HostExecutor):
         self.drafts_ahead = geometry.shape.topk == 1 or geometry.page_size > 1
         super().__init__(target, head, config, geometry, pool)
         self._slots: dict[int, Found] = {}
-        self._next = 0  # number of the next round
+        self._next = self._handed = 0  # number of the next round, and of the next that the engine is told of
+        self._running: Run | None = None
         self._overtaken = True  # another pass has run since the last round
 
     def _drafts(self, head: Any, cache: Any, config: Any) -> HostDrafts:
@@ -257,11 +282,10 @@ class Device(HostExecutor):
 
     def holds(self, number: int) -> bool:
         """Return whether what a round left in device memory is still there."""
-        return number == self._next - 1 and not self._overtaken
+        return number == self._next - 1
 
-    @property
-    def ahead(self) -> bool:
-        return self.told.level != "off"
+    def holds_logits(self, number: int) -> bool:
+        return self.holds(number) and not self._overtaken
 
     def prefill(self, *args: Any) -> Any:
         self._overwrite(features=False)
@@ -292,24 +316,36 @@ class Device(HostExecutor):
             for r, depth in zip(batch, asked.depths, strict=True)
         ]  # fmt: skip
         follow = levels > 0
-        run = Run(seats, levels, follow, asked.given)
-        number = self._round(run)
+        changing = any(
+            (r.params.repetition_penalty, r.params.presence_penalty, r.params.frequency_penalty) != (1, 0, 0)
+            for r in batch
+        )
+        self._running = Run(
+            seats, levels, follow, asked.given is not None or changing or self.told.level == "off", asked.given
+        )
+        number = self._round(self._running)
         self.might("first")
-        return Round(self, run, number, batch, range(len(batch)))
+        return Round(self, self._running, number, batch, range(len(batch)))
 
-    def launch(self, verified: Any, levels: int) -> Any:
-        assert isinstance(verified, Round) and self.ahead and verified.run.given is None
+    def launch(self, verified: Any, rounds: int, levels: int) -> Any:
+        assert isinstance(verified, Round) and rounds >= 1
+        assert self._handed == self._next, "a loop is under way"
         self.might("launch")
         if self.told.refuses():
             return None
-        run = verified.run
+        run, number, loop = verified.run, self._next, self.told.level == "loop"
         if run.levels and levels != run.levels:
-            run = replace(run, levels=levels)
+            self._running = run = replace(run, levels=levels)
             self.told.changed += 1
-        number = self._round(run)
-        self.told.ahead += 1
+        for left in range(rounds if loop else 1, 0, -1):  # the device goes on by itself, before the host knows anything
+            found = self.slot(self._round(run))
+            self.told.ahead += 1
+            found.goes_on = left > 1 and not found.ended
+            if not found.goes_on:
+                break
+        self._handed = number + 1
         self.might("launched")
-        return Round(self, run, number, verified.batch, verified.places)
+        return Round(self, run, number, verified.batch, verified.places, loop)
 
     def abandon(self, requests: Sequence[Request]) -> None:
         self.told.abandoned += 1
@@ -318,6 +354,7 @@ class Device(HostExecutor):
                 r.head.root = None
             self.roots.pop(r.seq.row, None)
         self._overwrite()
+        self._running, self._handed = None, self._next
 
     # -- the device's side: nothing of a request is read -----------------------------------------------------------
 
@@ -360,10 +397,12 @@ class Device(HostExecutor):
                 seat.length, seat.root = end, found[-1]
                 steps = self.planner.geometry.shape.steps
                 seat.depth = max(min(steps if seat.drafts else 0, seat.limit - end - 1), 0)
+        ended = any(seat.done for seat in seats) or bool(unsound)
         number, self._next, self._overtaken = self._next, self._next + 1, False
         self._slots[number % SLOTS] = Found(
-            lens, depths, trees, starts, paths, drawn, faulty, unsound, logits, features, origins=origins
+            lens, depths, trees, starts, paths, drawn, faulty, unsound, logits, features, ended=ended, origins=origins
         )
+        self._handed = self._next
         self.told.rounds += 1
         return number
 

@@ -4,16 +4,16 @@ K, P, draft layouts and what a branch attends to are the backends' own declarati
 row for each device that a backend runs on. `specrs.backends.resolve` reads both. A combination that is in no row is
 refused while the engine is made; the error names it and what would work.
 
-* Graph levels: with ``"off"`` the launches of a round are made one by one, with ``"round"`` they are one CUDA graph.
-  Bits are the same at every level.
+* Graph levels: with ``"off"`` the launches of a round are made one by one, with ``"round"`` they are one CUDA graph,
+  and with ``"loop"`` a graph runs rounds until the host has to look. Bits are the same at every level.
 * In gpu-only rounds the host knows no length from the second round on: plans are made on the device, sizes come from
   bounds, and a round is launched before the last one has ended. They exist where the device makes the plans, no backend
   of the engine needs the lengths on the host (`AttentionBackend.needs_cpu_seq_lens`; an empty slot needs nothing), and
-  the model has no recurrent state, which a rejected branch could not be taken back out of.
+  the model has no recurrent state, which a rejected branch could not be taken back out of. ``"loop"`` needs them.
 
-One thing is no cell, since it changes from round to round: penalties (repetition, presence, frequency) need the host in
-each round. Requests with them run at every level, and the engine then runs their rounds one after another, none ahead
-of the host.
+One thing is no cell, since it changes from round to round: penalties (repetition, presence, frequency) and logit biases
+need the host in each round. Requests with them run at every level, and the engine then runs their rounds one after
+another, none ahead of the host.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from specrs.backends.native import Native, NativeCuda
 from specrs.backends.triton import Triton, TritonCuda
 
 Device = Literal["cpu", "cuda"]
-GraphLevel = Literal["off", "round"]
+GraphLevel = Literal["off", "round", "loop"]
 
 DEVICES: tuple[Device, ...] = get_args(Device)
 GRAPH_LEVELS: tuple[GraphLevel, ...] = get_args(GraphLevel)
@@ -63,10 +63,10 @@ MATRIX: tuple[Row, ...] = (
     Row(backend=FlashInfer, device="cpu", graphs=("off",), device_plans=False),
     Row(backend=FlashAttention, device="cpu", graphs=("off",), device_plans=False),
     Row(backend=Triton, device="cpu", graphs=("off",), device_plans=False),
-    Row(backend=NativeCuda, device="cuda", graphs=("round", "off"), device_plans=True),
-    Row(backend=FlashInferCuda, device="cuda", graphs=("round", "off"), device_plans=True),
-    Row(backend=FlashAttentionCuda, device="cuda", graphs=("round", "off"), device_plans=True),
-    Row(backend=TritonCuda, device="cuda", graphs=("round", "off"), device_plans=True),
+    Row(backend=NativeCuda, device="cuda", graphs=("round", "off", "loop"), device_plans=True),
+    Row(backend=FlashInferCuda, device="cuda", graphs=("round", "off", "loop"), device_plans=True),
+    Row(backend=FlashAttentionCuda, device="cuda", graphs=("round", "off", "loop"), device_plans=True),
+    Row(backend=TritonCuda, device="cuda", graphs=("round", "off", "loop"), device_plans=True),
 )
 """Every backend that comes with specrs, on every device that it runs on."""
 

@@ -5,7 +5,7 @@
     # UnsupportedCombinationError: ... draft_attention='lane' works; ...
 
     resolve(Native(), Combination(device="cuda", kv_dtype="bfloat16"))   # graphs "round", gpu-only rounds
-    resolve(FlashInfer(), Combination(graphs="round"))
+    resolve(FlashInfer(), Combination(graphs="loop"))
     # UnsupportedCombinationError: ... flashinfer on 'cpu' have graphs 'off'. What would work: graphs='off'; ...
 
 Where a backend runs, and how its rounds may be launched there, is `specrs.backends.matrix`. Nothing here depends on the
@@ -137,7 +137,9 @@ def check(capabilities: Capabilities, asked: Combination) -> str | None:
         return f"{where} a branch of {name} attends to its {_either(modes)}"
     if asked.graphs is not None and asked.graphs not in row.graphs:
         return f"rounds of {name} on {asked.device!r} have graphs {_either(map(repr, row.graphs))}"
-    if asked.gpu_only:
+    if asked.graphs == "loop" and asked.gpu_only is False:
+        return "the host sees no length while a loop runs"
+    if asked.gpu_only or asked.graphs == "loop":
         return why_not_gpu_only(capabilities, asked.device, asked.recurrent_state)
     return None
 
@@ -234,9 +236,11 @@ def _alternatives(
 ) -> Iterator[Alternative]:
     """Yield accepted combinations near a refused one: first those with the fewest changes, then other backends for the
     same combination."""
+    at = GRAPH_LEVELS.index(asked.graphs or "off")
     nowhere = row_of(capabilities, asked.device) is None
     changes: dict[str, list[Any]] = {
-        "graphs": [level for level in GRAPH_LEVELS if asked.graphs not in (None, level)],
+        # Less in one launch first, the nearest level of it.
+        "graphs": [*GRAPH_LEVELS[:at][::-1], *GRAPH_LEVELS[at + 1 :]] if asked.graphs else [],
         "gpu_only": [None] if asked.gpu_only is not None else [],
         "draft_attention": [mode for mode in DRAFT_ATTENTIONS if asked.draft_attention not in (None, mode)],
         "layout": [layout for layout in LAYOUTS if asked.layout not in (None, layout)],

@@ -48,7 +48,7 @@ CLASSES: dict[str, Any] = {
 }  # fmt: skip
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 ULP = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of a result near 1
-LEVELS = ("round", "off")
+LEVELS = ("round", "loop", "off")
 VOCAB = 16
 NEAR = 0.05
 """Most that two log-probabilities may differ where two backends, both of bfloat16, take one for the other."""
@@ -257,6 +257,7 @@ def test_an_engines_tokens_are_natives_but_at_ties(
         buckets: Any = llm._runner.executor._buckets
         made = {variant for bucket in buckets.values() for variant in bucket.graphs.made}
         assert bool(made) is (options["graphs"] != "off")
+        assert any(variant.loop for variant in made) is (options["graphs"] == "loop")
         llm.audit()
         attention = llm.config.draft_attention
     assert all(margin < NEAR for *_, margin in ties), ties
@@ -311,9 +312,10 @@ def test_the_hosts_drafts_and_sampling(pair: Pair, format: Format) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_steady_round_makes_no_synchronisation(pair: Pair, format: Format) -> None:
+@pytest.mark.parametrize("graphs", ["round", "loop"])
+def test_a_steady_round_makes_no_synchronisation(pair: Pair, format: Format, graphs: str) -> None:
     params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
-    with engine(pair, format, tree=(4, 3, 12), graphs="round", max_batch=4, page_size=16) as llm:
+    with engine(pair, format, tree=(4, 3, 12), graphs=graphs, max_batch=4, page_size=16) as llm:
         llm.generate([[1, 2, 3]] * 4, params)
         ids = [llm.add([1, 2, 3], params) for _ in range(4)]
         for _ in range(8):
@@ -326,7 +328,7 @@ def test_a_steady_round_makes_no_synchronisation(pair: Pair, format: Format) -> 
         for i in ids:
             llm.abort(i)
         llm.audit()
-    seen("synchronisations", backend=format, graphs="round", steps=12, waits=0)
+    seen("synchronisations", backend=format, graphs=graphs, steps=12, waits=0)
 
 
 @pytest.mark.parametrize("format", FORMATS)

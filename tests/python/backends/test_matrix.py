@@ -88,7 +88,9 @@ def exists(name: str, asked: Combination) -> bool:
             return False
     if asked.device == "cpu":
         return asked.graphs in (None, "off") and not asked.gpu_only
-    return not (asked.gpu_only and asked.recurrent_state)
+    if asked.graphs == "loop" or asked.gpu_only:
+        return not asked.recurrent_state and not (asked.graphs == "loop" and asked.gpu_only is False)
+    return True
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -145,6 +147,7 @@ def test_a_backend_of_a_user_runs_on_the_cpu(mine: Any) -> None:
     assert (found.graphs, found.gpu_only) == ("off", False)
     for asked in (
         Combination(topk=1, graphs="round"),
+        Combination(topk=1, graphs="loop"),
         Combination(topk=1, gpu_only=True),
         Combination(topk=1, device="cuda", kv_dtype="float32"),
     ):
@@ -166,23 +169,26 @@ def test_one_backend_that_needs_the_lengths_takes_the_gpu_only_rounds_away(
     asked = Combination(topk=4, device="cuda", kv_dtype="bfloat16")
     found = resolve("native", asked, slots=slots)
     assert (found.gpu_only, found.needs_cpu_seq_lens, found.graphs) == (gpu_only, not gpu_only, "round")
-    want = dataclasses.replace(asked, gpu_only=True)
-    if gpu_only:
-        assert resolve("native", want, slots=iter(slots)).gpu_only
-        return
-    with pytest.raises(UnsupportedCombinationError, match="needs the lengths on the host") as caught:
-        resolve("native", want, slots=slots)
-    assert caught.value.alternatives
-    for other in caught.value.alternatives:
-        resolve(other.backend, other.combination, slots=slots)
+    for change in ({"graphs": "loop"}, {"gpu_only": True}):
+        want = dataclasses.replace(asked, **change)
+        if gpu_only:
+            assert resolve("native", want, slots=iter(slots)).gpu_only
+            continue
+        with pytest.raises(UnsupportedCombinationError, match="needs the lengths on the host") as caught:
+            resolve("native", want, slots=slots)
+        assert caught.value.alternatives
+        for other in caught.value.alternatives:
+            resolve(other.backend, other.combination, slots=slots)
 
 
 @pytest.mark.parametrize(
     ("backend", "asked", "parts"),
     [
-        ("native", Combination(graphs="round"), ["graphs='round'", "on 'cpu' have graphs 'off'", "work: graphs='off'"]),
-        ("native", Combination(device="cuda", kv_dtype="bfloat16", gpu_only=True, recurrent_state=True),
-         ["recurrent_state=True", "gpu_only=True", "recurrent state", "work: gpu_only=None"]),
+        ("native", Combination(graphs="loop"), ["graphs='loop'", "on 'cpu' have graphs 'off'", "work: graphs='off'"]),
+        ("native", Combination(device="cuda", kv_dtype="bfloat16", graphs="loop", recurrent_state=True),
+         ["recurrent_state=True", "graphs='loop'", "recurrent state", "work: graphs='round'; or graphs='off'"]),
+        ("native", Combination(device="cuda", kv_dtype="bfloat16", graphs="loop", gpu_only=False),
+         ["no length while a loop runs", "graphs='round'", "gpu_only=None"]),
         ("flash_attention", Combination(device="cuda", kv_dtype="bfloat16", topk=8, page_size=16, layout="holey",
                                         draft_attention="ancestors"),
          ["a branch of flash_attention attends to its lane", "attention_backend='flashinfer' or 'triton'"]),
@@ -200,7 +206,7 @@ def test_values_that_there_are_not_are_refused() -> None:
     for name, value in (("device", "tpu"), ("graphs", "always"), ("gpu_only", "yes")):
         with pytest.raises(ConfigError, match=f"{name} = '{value}': must be"):
             resolve("native", Combination(**{name: value}))
-    with pytest.raises(ConfigError, match=r"graphs = 'always': must be one of 'off', 'round', or None"):
+    with pytest.raises(ConfigError, match=r"graphs = 'always': must be one of 'off', 'round', 'loop', or None"):
         EngineConfig.of({"graphs": "always"})
 
 
@@ -222,7 +228,7 @@ def test_options_of_an_engine_on_a_gpu(topk: int | None, page: int, mode: Any, g
     assert speculate and routed.graphs == (graphs or "round") and routed.draft_layout == "dense"
     if topk == 8:
         assert routed.branches_attend == (mode or "ancestors")
-    if topk is None:
+    if topk is None and graphs != "loop":
         assert not config.route(recurrent_state=True)[1]
     else:
         with pytest.raises(UnsupportedCombinationError, match="recurrent"):
@@ -230,9 +236,10 @@ def test_options_of_an_engine_on_a_gpu(topk: int | None, page: int, mode: Any, g
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_engine_on_the_cpu_launches_one_by_one(tiny: Pair, backend: str) -> None:
-    with pytest.raises(UnsupportedCombinationError, match=r"graphs='round'.*What would work: graphs='off'"):
-        LLM(tiny.target, tiny.draft, attention_backend=backend, graphs="round", device="cpu")
+@pytest.mark.parametrize("graphs", ["round", "loop"])
+def test_an_engine_on_the_cpu_launches_one_by_one(tiny: Pair, backend: str, graphs: str) -> None:
+    with pytest.raises(UnsupportedCombinationError, match=f"graphs='{graphs}'.*What would work: graphs='off'"):
+        LLM(tiny.target, tiny.draft, attention_backend=backend, graphs=graphs, device="cpu")
 
 
 def test_an_engine_says_the_level_that_is_in_force(tiny: Pair) -> None:
@@ -240,6 +247,13 @@ def test_an_engine_says_the_level_that_is_in_force(tiny: Pair) -> None:
         with LLM(tiny.target, tiny.draft, graphs=graphs, device="cpu") as llm:
             assert llm.config.graphs == "off"
             assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))[0].token_ids) == 4
+
+
+def test_a_model_with_recurrent_state_is_refused_a_loop(tiny: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specrs.engine.llm.has_recurrent_state", lambda _: True)
+    with pytest.raises(UnsupportedCombinationError, match="recurrent state") as caught:
+        LLM(tiny.target, device="cuda", graphs="loop")  # before a GPU is looked for
+    assert caught.value.combination.recurrent_state and caught.value.combination.graphs == "loop"
 
 
 def test_what_is_declared_is_what_the_table_stands_on() -> None:

@@ -27,7 +27,7 @@ def won(outputs: list[RequestOutput]) -> int:
     return sum(sum(o.drafted) for o in outputs)
 
 
-@pytest.mark.parametrize("level", ["off", "round"])
+@pytest.mark.parametrize("level", ["off", "round", "loop"])
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("mix", MIXES)
 def test_tokens_are_the_plain_ones(
@@ -82,7 +82,10 @@ def stepped(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) ->
         yield from llm.step()
 
 
-def test_rounds_without_drafts_run_ahead_until_there_are_some(tiny: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("level", ["round", "loop"])
+def test_rounds_without_drafts_run_ahead_until_there_are_some(
+    tiny: Pair, level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
     silent, asked = [True], [0]
 
     def says(nodes: int, depth: int) -> Proposal:
@@ -91,7 +94,7 @@ def test_rounds_without_drafts_run_ahead_until_there_are_some(tiny: Pair, monkey
 
     params = SamplingParams(max_tokens=120)
     want = LLM(tiny.target, speculative=False).generate([[1, 2, 3]], params)[0].token_ids
-    told = Told()
+    told = Told(level=level)
     llm = flying(tiny.target, None, monkeypatch, told, drafters=[Says(says)], tree=(2, 2, 3), max_batch=2)
     seen: list[int] = []
     request = llm.add([1, 2, 3], params)

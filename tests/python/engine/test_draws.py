@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from draws_world import cuts_of, naive, prompts_of, seen, words_of
-from flight_world import Told, flying
+from flight_world import Level, Told, flying
 from modelzoo import Pair, write_target
 from specrs import LLM, ConfigError, NonFiniteError, Sampler, SamplingParams
 from specrs.capsule.replay import replay
@@ -104,8 +104,9 @@ def test_bans_of_a_batch_are_those_of_each_alone(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 4.0], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("level", ["round", "loop"])
 def test_a_device_that_runs_ahead_keeps_bans_and_logprobs(
-    ternary: Pair, temperature: float, monkeypatch: pytest.MonkeyPatch
+    ternary: Pair, temperature: float, level: Level, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = prompts_of(2, 12, 3)
     params = [
@@ -118,7 +119,7 @@ def test_a_device_that_runs_ahead_keeps_bans_and_logprobs(
     words_of(plain, monkeypatch, WORDS)
     want = seen(plain.generate(prompts, params))
     for page in (1, 4):
-        told, cuts = Told(), cuts_of(monkeypatch)
+        told, cuts = Told(level=level), cuts_of(monkeypatch)
         tree = (1, 5, 6) if page == 1 else (2, 3, 8)
         llm = flying(ternary.target, ternary.draft, monkeypatch, told, tree=tree, page_size=page, max_batch=2)
         words_of(llm, monkeypatch, WORDS)
@@ -371,7 +372,7 @@ def test_random_requests(tiny: Pair, ternary: Pair, seed: int, monkeypatch: pyte
         "prefix_cache": rng.random() < 0.7, "num_pages": rng.choice([120, 160, 900]) // page + 6,
         "tree": rng.choice([(1, 5, 6), (3, 4, 21), (2, 3, 8)]),
     }  # fmt: skip
-    told = Told(level=rng.choice(["off", "round"]))
+    told = Told(level=rng.choice(["off", "round", "loop"]))
     if page == 1:
         options["tree"] = (1, 5, 6)  # a tree that the device of these tests can run ahead
     host = LLM(pair.target, pair.draft, **options)

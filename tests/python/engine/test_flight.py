@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from flight_world import Broken, Told, flying
+from flight_world import Broken, Level, Told, flying
 from modelzoo import agree, read_weights, write_eagle3, write_target
 from specrs import LLM, SamplingParams
 from specrs import _specrs as core
@@ -31,6 +31,7 @@ VOCAB, CONTEXT, EOS, BAD = 12, 96, 2, 7
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 32,
 }  # fmt: skip
+LEVELS: list[Level] = ["round", "loop"]
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {"speculative": False},
     "chain": {"tree": (1, 3, 4)},
@@ -186,7 +187,8 @@ def options_of(shape: str, page: int, **more: Any) -> dict[str, Any]:
 
 
 every = pytest.mark.parametrize(
-    ("shape", "page"), [(shape, page) for shape in SHAPES for page in (1, 4) if (shape, page) != ("tree", 1)]
+    ("level", "shape", "page"),
+    [(level, shape, page) for level in LEVELS for shape in SHAPES for page in (1, 4) if (shape, page) != ("tree", 1)],
 )
 
 
@@ -195,9 +197,9 @@ every = pytest.mark.parametrize(
 
 @every
 def test_tokens_are_those_of_rounds_one_by_one(
-    world: World, shape: str, page: int, monkeypatch: pytest.MonkeyPatch
+    world: World, level: Level, shape: str, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = Told()
+    device = Told(level=level)
     rng = random.Random(f"{shape} {page}")
     options = options_of(shape, page, prefill_chunk=16)
     llm = flying(world.target, world.draft, monkeypatch, device, **options)
@@ -214,10 +216,10 @@ def test_tokens_are_those_of_rounds_one_by_one(
 
 @every
 def test_drafts_are_those_of_rounds_one_by_one(
-    world: World, shape: str, page: int, monkeypatch: pytest.MonkeyPatch
+    world: World, level: Level, shape: str, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wrong root, or wrong features, would cost acceptance and no token."""
-    device = Told()
+    device = Told(level=level)
     job = work(random.Random(page), 20, penalties=0.0)
     options = options_of(shape, page, prefix_cache=False)
     ordinary = run(LLM(world.target, world.draft, **options), job)
@@ -235,9 +237,11 @@ def test_drafts_are_those_of_rounds_one_by_one(
 
 @every
 @pytest.mark.parametrize("cache", [True, False], ids=["cached", "uncached"])
-def test_tiny_pools(world: World, shape: str, page: int, cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiny_pools(
+    world: World, level: Level, shape: str, page: int, cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pages for more rounds are not always there; then fewer run, or none, and requests are preempted as ever."""
-    device, preempted = Told(), 0
+    device, preempted = Told(level=level), 0
     rng = random.Random(f"{shape} {page} {cache}")
     for done in range(8):
         if done > 1 and device.ahead > 20 and preempted:
@@ -260,10 +264,12 @@ def test_tiny_pools(world: World, shape: str, page: int, cache: bool, monkeypatc
 
 
 @every
-def test_a_prompt_seen_before(world: World, shape: str, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_seen_before(
+    world: World, level: Level, shape: str, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pages that a request left in the prefix cache from within a flight are whole: a later request that goes on from
     there has its tokens, and drafts like a request that computed everything itself."""
-    device, rng = Told(), random.Random(page)
+    device, rng = Told(level=level), random.Random(page)
     options = options_of(shape, page, max_batch=2)
     llm = flying(world.target, world.draft, monkeypatch, device, **options)
     ordinary = LLM(world.target, world.draft, **options, prefix_cache=False)
@@ -282,12 +288,30 @@ def test_a_prompt_seen_before(world: World, shape: str, page: int, monkeypatch: 
     assert shared > 20
 
 
+def test_prefill_gets_the_pages_of_rounds_that_nobody_launched(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flight has pages for as far as it could get. Who joins does not wait for the end of those who fly."""
+    llm = flying(world.target, world.draft, monkeypatch, Told(level="loop"), **options_of("chain", 1), num_pages=60)
+    first = llm.add([3, 4, 5], SamplingParams(max_tokens=40, ignore_eos=True))
+    for _ in range(3):
+        llm.step()
+    pool = llm._runner.pages.pool
+    assert pool.stats()["free_pages"] < 34 <= 60 - 2 * llm._scheduler._admitted[0].committed
+    second = llm.add([6] * 34, SamplingParams(max_tokens=1))
+    ended: list[int] = []
+    while llm.unfinished:
+        ended += [e.request_id for e in llm.step() if e.output is not None]
+    assert ended == [second, first]
+    idle(llm)
+
+
 # -- requests that leave, and errors ----------------------------------------------------------------------------------
 
 
 @every
-def test_aborts_at_random_steps(world: World, shape: str, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    device, rng = Told(), random.Random(f"{shape} {page}")
+def test_aborts_at_random_steps(
+    world: World, level: Level, shape: str, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, rng = Told(level=level), random.Random(f"{shape} {page}")
     llm = flying(world.target, world.draft, monkeypatch, device, **options_of(shape, page))
     aborted = 0
     for done in range(8):
@@ -302,8 +326,9 @@ def test_aborts_at_random_steps(world: World, shape: str, page: int, monkeypatch
     assert aborted > 2
 
 
-def test_streams_that_are_closed_early(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = flying(world.target, world.draft, monkeypatch, Told(), **options_of("chain", 4))
+@pytest.mark.parametrize("level", LEVELS)
+def test_streams_that_are_closed_early(world: World, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = flying(world.target, world.draft, monkeypatch, Told(level=level), **options_of("chain", 4))
     job = work(random.Random(1), 6, penalties=0.0, stop=(), stop_token_ids=(), ignore_eos=True, max_tokens=40)
     wanted = world.plain.generate(job.prompts, job.params)
     for events in (1, 5, 9, 14):
@@ -325,17 +350,17 @@ SITES = ("launch", "launched", "collect", "commit", "prefill", "extend", "draft"
 @every
 @pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
 def test_errors_anywhere(
-    world: World, shape: str, page: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    world: World, level: Level, shape: str, page: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine goes on, and what was collected before an error is told by the next step."""
-    rng, seen = random.Random(f"{shape} {page}"), set()
+    rng, seen = random.Random(f"{shape} {page} {level}"), set()
 
     def fails(site: str) -> None:
         if rng.random() < 0.08:
             seen.add(site)
             raise error(site)
 
-    device = Told(refuses=lambda: rng.random() < 0.1)
+    device = Told(level=level, refuses=lambda: rng.random() < 0.1)
     llm = flying(world.target, world.draft, monkeypatch, device, **options_of(shape, page, prefill_chunk=16))
     always = {"launch", "launched", "collect", "commit", "first", "prefill"}
     for done in range(8):
@@ -351,9 +376,10 @@ def test_errors_anywhere(
     assert always <= seen <= set(SITES)
 
 
-def test_an_error_while_what_was_left_is_aborted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_error_while_what_was_left_is_aborted(world: World, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next caller of the engine gets the error; the requests of a closed stream are aborted all the same."""
-    device = Told()
+    device = Told(level=level)
     llm = flying(world.target, world.draft, monkeypatch, device, **options_of("chain", 4))
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     stream = llm.stream([[3], [4]], params)
@@ -372,8 +398,9 @@ def test_an_error_while_what_was_left_is_aborted(world: World, monkeypatch: pyte
     idle(llm)
 
 
-def test_close_with_rounds_in_flight(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Told()
+@pytest.mark.parametrize("level", LEVELS)
+def test_close_with_rounds_in_flight(world: World, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Told(level=level)
     llm = flying(world.target, world.draft, monkeypatch, device, **options_of("chain", 4))
     pool = llm._runner.pages.pool
     for prompt in ([3, 4, 5], [6]):
@@ -400,9 +427,11 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @every
-def test_a_lane_with_nan_ends_alone(poisoned: World, shape: str, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_with_nan_ends_alone(
+    poisoned: World, level: Level, shape: str, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Scores that were overwritten before anybody saw that they were NaN are computed once more, and say the same."""
-    device, rng, failed = Told(), random.Random(f"{shape} {page}"), 0
+    device, rng, failed = Told(level=level), random.Random(f"{shape} {page}"), 0
     llm = flying(poisoned.target, poisoned.draft, monkeypatch, device, **options_of(shape, page, prefill_chunk=8))
     for _ in range(5):
         job = work(rng, 10, penalties=0.0, tokens=[t for t in range(3, VOCAB) if t != BAD])
@@ -414,15 +443,16 @@ def test_a_lane_with_nan_ends_alone(poisoned: World, shape: str, page: int, monk
     assert failed > 3 and device.lost > 1, (failed, device)
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_a_head_with_nan_costs_drafts_alone(
-    world: World, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, level: Level, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = world_in(tmp_path, own_embedding=True)
     weights = read_weights(other.draft)
     weights["embed_tokens.weight"][BAD] = math.nan
     save_file(weights, other.draft / "model.safetensors")
-    device, rng, gave_up = Told(), random.Random(shape), []
+    device, rng, gave_up = Told(level=level), random.Random(shape), []
     llm = flying(other.target, other.draft, monkeypatch, device, **options_of(shape, 4))
     for _ in range(3):
         job = work(rng, 8, penalties=0.0)
@@ -440,9 +470,10 @@ def test_a_head_with_nan_costs_drafts_alone(
 # -- those who look on ------------------------------------------------------------------------------------------------
 
 
-def test_who_looks_on_sees_whole_rounds(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_who_looks_on_sees_whole_rounds(world: World, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds in flight are collected first, and are not told of; from then on each round runs alone."""
-    device = Told()
+    device = Told(level=level)
     llm = flying(world.target, world.draft, monkeypatch, device, **options_of("chain", 4))
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.5, seed=1)
     ids = [llm.add([3, 4, 5], params), llm.add([6], params)]
@@ -487,7 +518,7 @@ def test_those_who_draft_may_have_ended(world: World) -> None:
 
 def test_a_cost_model_decides_flights(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an adaptive engine, requests that draft fly beside those that do not."""
-    device, rng = Told(), random.Random(4)
+    device, rng = Told(level="round"), random.Random(4)
     llm = flying(world.target, world.draft, monkeypatch, device, max_batch=4, max_context_len=CONTEXT, page_size=4)
     for _ in range(4):
         job = work(rng, 8, penalties=0.0)
@@ -496,12 +527,13 @@ def test_a_cost_model_decides_flights(world: World, monkeypatch: pytest.MonkeyPa
     assert device.ahead > 10
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("page", [1, 4])
 def test_requests_that_stop_drafting_fly_on_and_come_back(
-    world: World, page: int, monkeypatch: pytest.MonkeyPatch
+    world: World, page: int, level: Level, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their plain rounds keep no features, and the head begins where the target has run again."""
-    device, rng = Told(), random.Random(page)
+    device, rng = Told(level=level), random.Random(page)
     llm = flying(world.target, world.draft, monkeypatch, device, max_batch=4, max_context_len=CONTEXT, page_size=page)
     drafting: Any = llm._runner.drafting
     drafting.tail = 5
@@ -513,9 +545,12 @@ def test_requests_that_stop_drafting_fly_on_and_come_back(
     assert device.ahead > 10 and device.recalled > 20
 
 
-def test_requests_draft_on_after_a_flight_was_given_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_requests_draft_on_after_a_flight_was_given_up(
+    world: World, level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The roots of the flight are gone; the head runs over the last positions again."""
-    device = Told()
+    device = Told(level=level)
     llm = flying(world.target, world.draft, monkeypatch, device, **options_of("chain", 4))
     ids = [llm.add([3, 4, i], SamplingParams(max_tokens=60, ignore_eos=True)) for i in (5, 6)]
     steps, outputs = 0, dict[int, RequestOutput]()

@@ -77,7 +77,7 @@ def test_every_tree_page_and_chunk_gives_the_bits_of_plain_decoding(pair: Pair, 
     want, paths = plain(pair, prompts, params), []
     for tree, page, batch, chunk, graphs in zip(
         TREES, itertools.cycle([1, 4, 16, 64]), itertools.cycle([5, 1, 3]), itertools.cycle([7, 512, 32]),
-        itertools.cycle(["round", "off"]),
+        itertools.cycle(["round", "loop", "off"]),
     ):  # fmt: skip
         with LLM(pair.target, pair.draft, device="cuda", tree=tree, page_size=page, max_batch=batch,
                  prefill_chunk=chunk, graphs=graphs) as llm:  # fmt: skip
@@ -110,7 +110,7 @@ def test_prefix_cache_and_preemption_change_no_bit(pair: Pair) -> None:
         assert preempted, "the pool had room for all"
 
 
-@pytest.mark.parametrize("graphs", ["off", "round"])
+@pytest.mark.parametrize("graphs", ["off", "loop"])
 def test_the_cost_model_picks_among_all_sources(pair: Pair, graphs: Any) -> None:
     """Rounds without drafts run ahead between those with some, and write the draft KV of a head of blocks."""
     prompts, params = requests(4, "drawn")

@@ -36,7 +36,7 @@ MIXES: dict[str, Callable[[], list[Any]]] = {
         Says(RUBBISH["too deep"]), Fails("propose"), Says(ODD["certain and wrong"], name="wrong"), "suffix",
     ],
 }  # fmt: skip
-LEVELS = ("off", "round")
+LEVELS = ("off", "round", "loop")
 
 
 @pytest.fixture(scope="module")
@@ -177,3 +177,4 @@ def test_a_round_unites_the_heads_drafts_with_others(
             assert llm.audit()["leased_sequences"] == 0
     united = [v for v in launched if v.drafts]
     assert len(united) > 40 and all(v.trees and v.levels >= v.drafts for v in united)
+    assert not any(v.loop for v in united), "the host makes the next trees"

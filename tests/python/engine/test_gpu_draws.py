@@ -27,8 +27,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "penalised": {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.1},
 }
 ENGINES: list[dict[str, Any]] = [
-    {"tree": (1, 6, 7), "page_size": 1}, {"tree": (3, 6, 33), "page_size": 1, "max_batch": 3},
-    {"tree": (4, 5, 40), "page_size": 4, "prefill_chunk": 7}, {"tree": (2, 3, 8), "graphs": "off"},
+    {"tree": (1, 6, 7), "page_size": 1, "graphs": "loop"}, {"tree": (3, 6, 33), "page_size": 1, "max_batch": 3},
+    {"tree": (4, 5, 40), "page_size": 4, "graphs": "loop", "prefill_chunk": 7}, {"tree": (2, 3, 8), "graphs": "off"},
     {"tree": (2, 6, 23), "page_size": 4, "num_pages": 44}, {},
 ]  # fmt: skip
 

@@ -84,7 +84,7 @@ def test_every_tree_page_and_chunk_gives_the_bits_of_plain_decoding(pair: Pair, 
     want, paths = plain(pair, prompts, params), []
     for tree, page, batch, chunk, graphs in zip(
         TREES, itertools.cycle([1, 4, 16, 64]), itertools.cycle([5, 1, 3]), itertools.cycle([7, 512, 32, 1]),
-        itertools.cycle(["round", "round", "off"]),
+        itertools.cycle(["round", "loop", "round", "loop", "off"]),
     ):  # fmt: skip
         with LLM(pair.target, pair.draft, device="cuda", tree=tree, page_size=page, max_batch=batch,
                  prefill_chunk=chunk, graphs=graphs) as llm:  # fmt: skip

@@ -182,7 +182,7 @@ GIVEN = [
 ]
 
 
-@pytest.mark.parametrize("graphs", ["round", "off"])
+@pytest.mark.parametrize("graphs", ["round", "loop", "off"])
 @pytest.mark.parametrize(("name", "value", "kernel", "buffer"), GIVEN)
 def test_what_a_round_is_given(
     engine: Engines,
@@ -215,7 +215,7 @@ def test_what_a_round_is_given(
 
 
 @pytest.mark.parametrize("bad", [10**6, -1])
-@pytest.mark.parametrize("graphs", ["off", "round"])
+@pytest.mark.parametrize("graphs", ["off", "round", "loop"])
 def test_a_damaged_page_table_is_written_anew(engine: Engines, want: list[list[int]], bad: int, graphs: str) -> None:
     """The round that reads the row fails; what the device holds is then no longer trusted, and nobody loses a token."""
     llm = engine(graphs)

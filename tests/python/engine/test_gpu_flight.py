@@ -24,6 +24,7 @@ from specrs import LLM, SamplingParams, device
 from specrs import _specrs as core
 from specrs.engine.devices.cuda_drafts import CudaDrafts
 from specrs.engine.devices.graphs import Graphs
+from specrs.engine.devices.launched import LaunchedRound
 from specrs.engine.devices.launches import Launches
 
 if not torch.cuda.is_available():
@@ -85,14 +86,21 @@ class Flights:
     """Counts what an engine's rounds did."""
 
     def __init__(self, llm: LLM) -> None:
-        self.ahead = self.begun = 0
+        self.ahead = self.loops = self.begun = 0
         executor: Any = llm._runner.executor
         launch, verify, decode = executor.launch, executor.verify, executor.decode
+        following = LaunchedRound.following
 
-        def launched(verified: Any, levels: int) -> Any:
-            done = launch(verified, levels)
+        def launched(verified: Any, rounds: int, levels: int) -> Any:
+            done = launch(verified, rounds, levels)
             if done is not None:
                 self.ahead += 1
+                self.loops += done.variant.loop
+            return done
+
+        def follows(verified: LaunchedRound) -> Any:
+            done = following(verified)
+            self.ahead += done is not None
             return done
 
         def counted(run: Any) -> Any:
@@ -102,9 +110,11 @@ class Flights:
 
             return ran
 
-        executor.launch, executor.verify, executor.decode = launched, counted(verify), counted(decode)
+        executor.launch, LaunchedRound.following = launched, follows  # type: ignore[method-assign]
+        executor.verify, executor.decode = counted(verify), counted(decode)
 
         def undo() -> None:
+            LaunchedRound.following = following  # type: ignore[method-assign]
             for name in ("launch", "verify", "decode"):
                 delattr(executor, name)
 
@@ -130,7 +140,7 @@ def served(llm: LLM, requests: list[tuple[list[int], SamplingParams]], rng: rand
 
 
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("graphs", ["off", "round"])
+@pytest.mark.parametrize("graphs", ["off", "round", "loop"])
 def test_every_level_gives_the_tokens_of_plain_decoding(
     pair: Pair, reference: dict[int, list[list[int]]], tree: str, graphs: str
 ) -> None:
@@ -142,15 +152,17 @@ def test_every_level_gives_the_tokens_of_plain_decoding(
             assert counts["leased_sequences"] == 0
         # Requests join at random, and where one is about to, no round is launched ahead.
         assert (flights.ahead > flights.begun / 8) == (graphs != "off"), (flights.ahead, flights.begun)
+        assert (flights.loops > 3) == (graphs == "loop")
 
 
+@pytest.mark.parametrize("graphs", ["round", "loop"])
 def test_poisoned_memory_changes_nothing(
-    pair: Pair, reference: dict[int, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, reference: dict[int, list[list[int]]], graphs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NaN and -1 wherever a round has not written, and known bytes between the regions."""
     monkeypatch.setenv("SPECRS_POISON", "1")
     for tree, page in (("plain", 1), ("chain", 4), ("tree", 1), ("deep", 16)):
-        with engine(pair, tree, graphs="round", page_size=page, max_batch=6) as llm:
+        with engine(pair, tree, graphs=graphs, page_size=page, max_batch=6) as llm:
             assert served(llm, work(1, 24), random.Random(3)) == reference[1]
             llm.audit()
 
@@ -192,10 +204,11 @@ def test_a_write_beyond_a_region_is_seen_with_the_next_round(pair: Pair, monkeyp
 
 
 @pytest.mark.parametrize("tree", ["plain", "tree"])
-def test_a_steady_round_makes_no_synchronisation(pair: Pair, tree: str) -> None:
+@pytest.mark.parametrize("graphs", ["round", "loop"])
+def test_a_steady_round_makes_no_synchronisation(pair: Pair, tree: str, graphs: str) -> None:
     """Synchronisations are counted on the driver's own calls, whoever makes them."""
     params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
-    with engine(pair, tree, graphs="round", max_batch=4, page_size=16, max_context_len=512) as llm:
+    with engine(pair, tree, graphs=graphs, max_batch=4, page_size=16, max_context_len=512) as llm:
         llm.generate([[1, 2, 3]] * 4, params)
         ids = [llm.add([1, 2, 3], params) for _ in range(4)]
         for _ in range(8):
@@ -233,7 +246,7 @@ def test_the_heads_passes_over_a_prompt_wait_for_nothing(pair: Pair, monkeypatch
 
 
 @pytest.mark.parametrize("watched", [False, True])
-@pytest.mark.parametrize("graphs", ["off", "round"])
+@pytest.mark.parametrize("graphs", ["off", "round", "loop"])
 def test_a_head_that_gives_nan_over_a_prompt_is_told_by_the_round_that_drafts(
     tmp_path: Path, graphs: str, watched: bool
 ) -> None:
@@ -281,10 +294,13 @@ def test_a_first_request_finds_its_graphs_made(pair: Pair, monkeypatch: pytest.M
             assert set(bucket.graphs.made) == kept and not made
 
 
-def test_aborts_with_rounds_in_flight_lose_nothing(pair: Pair, reference: dict[int, list[list[int]]]) -> None:
+@pytest.mark.parametrize("graphs", ["round", "loop"])
+def test_aborts_with_rounds_in_flight_lose_nothing(
+    pair: Pair, reference: dict[int, list[list[int]]], graphs: str
+) -> None:
     for tree, page in (("plain", 1), ("tree", 1), ("deep", 4)):
         rng = random.Random(9)
-        with engine(pair, tree, graphs="round", page_size=page, max_batch=6) as llm:
+        with engine(pair, tree, graphs=graphs, page_size=page, max_batch=6) as llm:
             ids = {llm.add(*one): i for i, one in enumerate(work(2, 24))}
             tokens: dict[int, list[int]] = {}
             gone = set()
@@ -304,44 +320,49 @@ def test_aborts_with_rounds_in_flight_lose_nothing(pair: Pair, reference: dict[i
             assert llm.audit()["leased_sequences"] == 0
 
 
-def test_pools_that_are_too_small_for_rounds_ahead(pair: Pair, reference: dict[int, list[list[int]]]) -> None:
+@pytest.mark.parametrize("graphs", ["round", "loop"])
+def test_pools_that_are_too_small_for_rounds_ahead(
+    pair: Pair, reference: dict[int, list[list[int]]], graphs: str
+) -> None:
     for tree in ("plain", "tree"):
-        with engine(pair, tree, graphs="round", page_size=4, max_batch=6, num_pages=90) as llm:
+        with engine(pair, tree, graphs=graphs, page_size=4, max_batch=6, num_pages=90) as llm:
             assert served(llm, work(1, 24), random.Random(5)) == reference[1]
             llm.audit()
 
 
 def test_a_batch_beyond_a_fault_record_starts_over(pair: Pair, reference: dict[int, list[list[int]]]) -> None:
     """A page id that no pool has, on the device alone, with a round in flight: the step raises, the next ones go on."""
-    for tree in ("plain", "tree"):
-        with engine(pair, tree, page_size=1, max_batch=4) as llm:
-            some = [one for one in work(2, 24) if len(one[0]) == 40][:4]
-            want = [reference[2][i] for i, one in enumerate(work(2, 24)) if len(one[0]) == 40][:4]
-            ids = [llm.add(*one) for one in some]
-            tokens: dict[int, list[int]] = {}
-            raised = 0
-            while llm.unfinished:
-                if llm._runner._flight is not None and raised < 3:
-                    executor: Any = llm._runner.executor
-                    executor._models.table[:, 3].fill_(10**6)
-                try:
-                    for event in llm.step():
-                        if event.output is not None:
-                            tokens[event.request_id] = event.output.token_ids
-                except core.OutOfBoundsError:
-                    raised += 1
-            assert raised, "nothing was in flight"
-            assert [tokens[i] for i in ids] == want
-            llm.audit()
+    for graphs in ("round", "loop"):
+        for tree in ("plain", "tree"):
+            with engine(pair, tree, graphs=graphs, page_size=1, max_batch=4) as llm:
+                some = [one for one in work(2, 24) if len(one[0]) == 40][:4]
+                want = [reference[2][i] for i, one in enumerate(work(2, 24)) if len(one[0]) == 40][:4]
+                ids = [llm.add(*one) for one in some]
+                tokens: dict[int, list[int]] = {}
+                raised = 0
+                while llm.unfinished:
+                    if llm._runner._flight is not None and raised < 3:
+                        executor: Any = llm._runner.executor
+                        executor._models.table[:, 3].fill_(10**6)
+                    try:
+                        for event in llm.step():
+                            if event.output is not None:
+                                tokens[event.request_id] = event.output.token_ids
+                    except core.OutOfBoundsError:
+                        raised += 1
+                assert raised, "nothing was in flight"
+                assert [tokens[i] for i in ids] == want
+                llm.audit()
 
 
 def test_a_stream_that_hogs_the_gpu_changes_nothing(pair: Pair, reference: dict[int, list[list[int]]]) -> None:
     other, big = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
-    with engine(pair, "tree", page_size=1, max_batch=6) as llm:
-        with torch.cuda.stream(other):
-            for _ in range(400):
-                big = (big @ big).clamp_(-1, 1)
-        assert served(llm, work(1, 24), random.Random(7)) == reference[1]
+    for graphs in ("round", "loop"):
+        with engine(pair, "tree", graphs=graphs, page_size=1, max_batch=6) as llm:
+            with torch.cuda.stream(other):
+                for _ in range(400):
+                    big = (big @ big).clamp_(-1, 1)
+            assert served(llm, work(1, 24), random.Random(7)) == reference[1]
     other.synchronize()
 
 
@@ -353,17 +374,18 @@ def test_rounds_take_no_memory(pair: Pair) -> None:
         core._device_collect(torch.cuda.current_device())
         return torch.cuda.memory_allocated() + core._device_memory(torch.cuda.current_device())[3]
 
-    with engine(pair, "tree", max_batch=6) as llm:
-        executor: Any = llm._runner.executor
-        for size in executor._buckets:  # each has memory of its own, made when it is wanted first
-            executor._of(size)
-        # Features of passes of each size do so too; graphs that a round's graph replaces change who joins when.
-        for seed in (0, 1, 0, 1, 0, 1):
-            served(llm, work(1, 24), random.Random(seed))
-        before = used()
-        for seed in (0, 1, 0, 1):
-            served(llm, work(1, 24), random.Random(seed))
-        assert used() <= before, f"{used() - before} bytes grown"
+    for graphs in ("round", "loop"):
+        with engine(pair, "tree", graphs=graphs, max_batch=6) as llm:
+            executor: Any = llm._runner.executor
+            for size in executor._buckets:  # each has memory of its own, made when it is wanted first
+                executor._of(size)
+            # Features of passes of each size do so too; graphs that a round's graph replaces change who joins when.
+            for seed in (0, 1, 0, 1, 0, 1):
+                served(llm, work(1, 24), random.Random(seed))
+            before = used()
+            for seed in (0, 1, 0, 1):
+                served(llm, work(1, 24), random.Random(seed))
+            assert used() <= before, f"{used() - before} bytes grown"
 
 
 def test_closing_gives_weights_and_caches_back_at_once(pair: Pair) -> None:
@@ -373,32 +395,34 @@ def test_closing_gives_weights_and_caches_back_at_once(pair: Pair) -> None:
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
 
-    gc.collect()
-    core._graph_collect(True)
-    before = used()
-    llm = engine(pair, "tree", max_batch=4)
-    for _ in range(3):
-        llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=40, ignore_eos=True))
-    taken = used() - before
-    llm.close()
-    gc.collect()
-    assert used() - before < taken / 10, (before, taken, used())
+    for graphs in ("round", "loop"):
+        gc.collect()
+        core._graph_collect(True)
+        before = used()
+        llm = engine(pair, "tree", graphs=graphs, max_batch=4)
+        for _ in range(3):
+            llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=40, ignore_eos=True))
+        taken = used() - before
+        llm.close()
+        gc.collect()
+        assert used() - before < taken / 10, (before, taken, used())
 
 
 def test_engines_dropped_with_rounds_in_flight(pair: Pair) -> None:
     """Engines are closed, or let go of, in the midst of a round: nothing is freed under it."""
-    for close in (True, False):
-        llm = engine(pair, "tree", max_batch=4)
-        for _ in range(4):
-            llm.add([1, 2, 3], SamplingParams(max_tokens=100, ignore_eos=True))
-        for _ in range(12):
-            llm.step()
-        assert llm._runner._flight is not None
-        if close:
-            llm.close()
-        del llm
-        gc.collect()
-        torch.zeros(1 << 20, device="cuda").add_(1)
+    for graphs in ("round", "loop"):
+        for close in (True, False):
+            llm = engine(pair, "tree", graphs=graphs, max_batch=4)
+            for _ in range(4):
+                llm.add([1, 2, 3], SamplingParams(max_tokens=100, ignore_eos=True))
+            for _ in range(12):
+                llm.step()
+            assert llm._runner._flight is not None
+            if close:
+                llm.close()
+            del llm
+            gc.collect()
+            torch.zeros(1 << 20, device="cuda").add_(1)
     torch.cuda.synchronize()
     core._graph_collect(True)
 
@@ -406,10 +430,10 @@ def test_engines_dropped_with_rounds_in_flight(pair: Pair) -> None:
 def test_a_variant_that_cannot_be_captured_runs_without_a_graph(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     end = Launches._end
 
-    def waits(self: Launches) -> None:
+    def waits(self: Launches, handle: int) -> None:
         if torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream().synchronize()  # no stream under capture can be waited for
-        end(self)
+        end(self, handle)
 
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     with engine(pair, "plain", max_batch=1) as llm:
@@ -420,7 +444,7 @@ def test_a_variant_that_cannot_be_captured_runs_without_a_graph(pair: Pair, monk
 
 
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("graphs", ["off", "round"])
+@pytest.mark.parametrize("graphs", ["off", "round", "loop"])
 def test_nan_in_flight_is_nobody_elses(tmp_path: Path, tree: str, graphs: str) -> None:
     """A request that emits `bad` fails at the position after it, while others' prompts run and rounds are in flight."""
     pair = pair_in(tmp_path, own_embedding=True)  # so that the head stays sound

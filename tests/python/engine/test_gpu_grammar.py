@@ -44,7 +44,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 pytestmark = pytest.mark.usefixtures("no_fault_is_left")
 
 
-@pytest.mark.parametrize("graphs", ["off", "round"])
+@pytest.mark.parametrize("graphs", ["off", "round", "loop"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_fuzzed_forms_give_the_tokens_of_plain_decoding(pair: Pair, kind: str, graphs: str) -> None:
     prompts = list(itertools.islice(itertools.cycle(PROMPTS), 14))

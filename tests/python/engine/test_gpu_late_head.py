@@ -85,7 +85,7 @@ def plainly(pair: Pair, prompts: list[list[int]], params: list[SamplingParams]) 
         return [llm.generate([p], one)[0].token_ids for p, one in zip(prompts, params, strict=True)]
 
 
-@pytest.mark.parametrize("graphs", ["off", "round"])
+@pytest.mark.parametrize("graphs", ["off", "round", "loop"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_requests_that_stop_and_come_back_keep_their_tokens(
     pair: Pair, page_size: int, graphs: Any, monkeypatch: pytest.MonkeyPatch

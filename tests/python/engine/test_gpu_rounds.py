@@ -31,7 +31,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 pytestmark = pytest.mark.usefixtures("no_fault_is_left")
 
 
-@pytest.mark.parametrize("graphs", ["off", "round"])
+@pytest.mark.parametrize("graphs", ["off", "round", "loop"])
 @pytest.mark.parametrize("options", [
     {"tree": (1, 4, 5)}, {"tree": (4, 3, 12)}, {"tree": (4, 3, 12), "drafters": ["head", "suffix"]}, {},
     {"speculative": False},

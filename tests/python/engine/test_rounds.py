@@ -128,9 +128,10 @@ def test_preempted_requests_keep_their_trace(tiny: Pair) -> None:
         assert small.stats().preempted > 0
 
 
+@pytest.mark.parametrize("level", ["round", "loop"])
 @pytest.mark.parametrize("shape", [(1, 3, 4), (2, 3, 8)])
 def test_a_device_runs_ahead_as_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: Any, shape: tuple[int, int, int]
 ) -> None:
     sizes: dict[str, Any] = {
         "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 32,
@@ -142,7 +143,7 @@ def test_a_device_runs_ahead_as_before(
     params = [SamplingParams(max_tokens=40 + i, temperature=0.5, seed=i, ignore_eos=True) for i in range(4)]
     seen = []
     for traced in ((), (1, 3), (0, 1, 2, 3)):
-        told = Told()
+        told = Told(level=level)
         llm = flying(target, draft, monkeypatch, told, tree=shape, max_batch=4, max_context_len=96, page_size=4)
         mixed = [replace(one, trace=i in traced) for i, one in enumerate(params)]
         events, outputs = streamed(llm, prompts, mixed)

@@ -110,7 +110,7 @@ def test_logits_of_other_forms_are_those_of_the_cpu(tmp_path: Path, name: str, d
     assert off(other, want) > 3 * error, "a pass without this part does not come so near"
 
 
-@pytest.mark.parametrize("graphs", ["off", "round"])
+@pytest.mark.parametrize("graphs", ["off", "round", "loop"])
 @pytest.mark.parametrize("name", [name for name in FORMS if name != "norm_output"])
 def test_tokens_with_other_forms_are_those_of_plain_decoding(tmp_path: Path, name: str, graphs: Any) -> None:
     """Prompts beyond a chunk, so that passes write keys and values alone, and beginnings that requests share."""

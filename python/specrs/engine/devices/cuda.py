@@ -96,7 +96,7 @@ class CudaExecutor(HostExecutor):
         self._dense, cuda = dense, target.ops.placement.device
         torch.cuda.synchronize(cuda)  # the weights have arrived
         self._stream = torch.cuda.Stream(cuda)  # type: ignore[no-untyped-call]
-        self.ahead = config.graphs != "off"
+        self._graphs = config.graphs != "off"
         self._roots: Roots | None = None
         self._running: Bucket | None = None  # the bucket of the last launched round
         with self.entered():
@@ -263,7 +263,7 @@ class CudaExecutor(HostExecutor):
         seats = [Seat(seq.row, prompt, 0, levels, prompt + self._measured_len) for seq in seqs]
         bucket.given.set_requests(seats, nodes)
         variant = self._variant(size, levels)
-        ahead = self.ahead and not variant.trees
+        ahead = self._graphs and not variant.trees
         seconds = []
         last = bucket.launch(variant)
         for _ in range(_RUNS + 3):  # the first three allocate memory and capture a graph
@@ -298,7 +298,7 @@ class CudaExecutor(HostExecutor):
             for enters in self.drafts.entering if isinstance(self.drafts, CudaDrafts) else ():
                 for recalls in (False, True):
                     enters.launch(recalls)
-        for size in self._sizes if self.ahead else ():
+        for size in self._sizes if self._graphs else ():
             bucket = self._of(size)
             bucket.given.set_requests([], 1)
             for edits in (None, bucket.given.least_room()):
@@ -382,7 +382,7 @@ class CudaExecutor(HostExecutor):
         self, tokens: torch.Tensor, plan: core.Plan, features: bool, rows: torch.Tensor | None
     ) -> tuple[torch.Tensor, FeatureRows | None]:
         if self._running is not None:
-            self._running.held = -1
+            self._running.overtaken = True
         kept = tokens[:0] if rows is None else rows
         requests = max(from_dlpack(plan.prefix_lens).numel(), kept.numel())
         for each in self._prompts if rows is not None else ():
@@ -441,16 +441,22 @@ class CudaExecutor(HostExecutor):
         launched = LaunchedRound(batch, bucket, number, variant, range(len(batch)))
         return launched if made is None else replace(launched, host_trees=made.trees, host_faults=made.faults)
 
-    def launch(self, verified: Verified, levels: int) -> Verified | None:
+    def launch(self, verified: Verified, rounds: int, levels: int) -> Verified | None:
         assert isinstance(verified, LaunchedRound)
         remaps = verified.variant.levels > 0 and self.planner.geometry.page_size == 1
         rows = [q.row for q in verified.batch.seqs] if remaps else []
         if self._table.upload(self._dense.stream, rows)[3]:
             return None  # the upload would store whole rows, which rounds in flight change
-        bucket, variant = verified.bucket, verified.variant
+        bucket, variant = verified.bucket, replace(verified.variant, loop=False)
         if variant.levels:  # else there are no roots to draft from
             variant = replace(variant, levels=levels)
-        return LaunchedRound(verified.batch, bucket, bucket.again(variant), variant, verified.seats)
+        variant = replace(variant, loop=bucket.loops(variant))
+        number = bucket.again(variant, rounds)
+        return LaunchedRound(verified.batch, bucket, number, variant, verified.seats)
+
+    def request_stop(self) -> None:
+        if self._running is not None:
+            self._running.request_stop()
 
     def abandon(self, requests: Sequence[Request]) -> None:
         bucket = self._running

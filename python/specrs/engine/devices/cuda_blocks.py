@@ -151,12 +151,12 @@ class BlockPass:
         m = self._m
         return [m.draft_cache, self._head, self._select, self._inputs, self._masks, *m.format.kept()]
 
-    def _passes(self, heated: bool) -> Callable[[], torch.Tensor]:
+    def _passes(self, heated: bool) -> Callable[[int], torch.Tensor]:
         """Return a function that launches the pass. It does not refer to this object, because a graph keeps it."""
         m, head, select, inputs, plan = self._m, self._head, self._select, self._inputs, self._plan
         a = inputs.there
 
-        def run() -> torch.Tensor:
+        def run(_: int) -> torch.Tensor:
             assert m.draft_cache is not None
             m.dense.forget()
             inputs.write_arrays(m.dense.stream)

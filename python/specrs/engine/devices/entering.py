@@ -80,12 +80,12 @@ class Entering:
         m = self._m
         return [m.cache, m.draft_cache, m.target, m.head, m.roots, self._inputs, self._features, *m.format.kept()]
 
-    def _passes(self, recalls: bool) -> Callable[[], None]:
+    def _passes(self, recalls: bool) -> Callable[[int], None]:
         """Return a function that launches the passes. It does not refer to this object, because a graph keeps it."""
         m, inputs, features = self._m, self._inputs, self._features
         plan, of_target, a = self._of_head, self._of_target, inputs.there
 
-        def run() -> None:
+        def run(_: int) -> None:
             assert m.head is not None and m.head.passes == "steps"
             assert m.draft_cache is not None and m.roots is not None
             m.dense.forget()

@@ -1,9 +1,9 @@
-"""A GPU's rounds of one bucket: launched, captured as CUDA graphs, and read by the host.
+"""A GPU's rounds of one bucket: launched, captured as CUDA graphs, repeated by the device, and read by the host.
 
-A round can be launched before the host has read the round in front of it. Each round publishes its results to a place
-of mapped memory, where `Bucket.collect` reads them without a synchronisation. A graph holds the addresses of all memory
-that its launches use. That memory never moves: it is static (`memory`), or scratch memory that is reserved at its
-largest when the engine is made.
+A round can be launched before the host has read the round in front of it, or repeat in a WHILE loop on the device. Each
+round publishes its results to a place of mapped memory, where `Bucket.collect` reads them without a synchronisation. A
+graph holds the addresses of all memory that its launches use. That memory never moves: it is static (`memory`), or
+scratch memory that is reserved at its largest when the engine is made.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import gc
 import warnings
 from collections.abc import Callable, Hashable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar, cast
 
@@ -22,6 +23,8 @@ from specrs.engine.devices.launches import Launches, Variant
 from specrs.engine.devices.memory import Arrays, BucketMemory, Models
 
 _TRIES = 3  # captures that may fail before launches run without a graph: another thread may have allocated meanwhile
+MOST_AHEAD = 8  # the most rounds of a loop
+_BUDGET = 32  # `EXIT_BUDGET` of src/round/round_end.rs: the loop has run all rounds that it was launched for
 
 Result = TypeVar("Result")
 Keep = Callable[[], list[object]]
@@ -47,32 +50,42 @@ class Graphs:
         """Return whether later runs of a key take no longer than its next one."""
         return not self._on or key in self.made or self.failures.get(key, 0) >= _TRIES
 
-    def run(self, key: Hashable, launches: Callable[[], Result], keep: Keep) -> Result:
-        """Run launches, and return what they return.
+    def run(self, key: Hashable, launches: Callable[[int], Result], keep: Keep) -> Result:
+        """Run launches, and return what they return. If they loop, they must have a graph.
 
         Args:
-            launches: makes the launches, always the same for a key.
+            launches: makes the launches, always the same for a key; gets the handle of the loop, or 0 without one.
             keep: returns the objects whose memory the launches use.
         """
-        if key in self.failures and not self.settled(key):
-            self._capture(key, launches, keep)
+        if key in self.failures:
+            self.capture(key, launches, keep)
         if key not in self.made:
-            ran = launches()
+            ran = launches(0)
             self.failures.setdefault(key, 0)
             return ran
         graph, found = self.made[key]
         graph.launch(self._models.dense.stream)
         return cast(Result, found)
 
-    def _capture(self, key: Hashable, launches: Callable[[], object], keep: Keep) -> None:
-        try:
-            self.made[key] = self._captured(launches, keep())
-        except (RuntimeError, core.GraphCaptureError) as error:
-            self.failures[key] += 1
-            if self.failures[key] == _TRIES:
-                warnings.warn(f"{key} runs without a CUDA graph: {error}", RuntimeWarning, stacklevel=4)
+    def capture(self, key: Hashable, launches: Callable[[int], object], keep: Keep, loop: bool = False) -> bool:
+        """Capture a graph of launches that has run before, unless there is one, and return whether there is one now.
 
-    def _captured(self, launches: Callable[[], object], keep: list[object]) -> tuple[core._Graph, object]:
+        Args:
+            loop: True for launches that are the body of a loop.
+        """
+        if not self.settled(key):
+            self.failures.setdefault(key, 0)
+            try:
+                self.made[key] = self._captured(launches, keep(), loop)
+            except (RuntimeError, core.GraphCaptureError) as error:
+                self.failures[key] += 1
+                if self.failures[key] == _TRIES:
+                    warnings.warn(f"{key} runs without a CUDA graph: {error}", RuntimeWarning, stacklevel=4)
+        return key in self.made
+
+    def _captured(
+        self, launches: Callable[[int], object], keep: list[object], loop: bool
+    ) -> tuple[core._Graph, object]:
         """Capture launches without running them.
 
         It fails if torch allocates memory meanwhile, but for memory that attention's kernels keep (`captured`).
@@ -81,9 +94,16 @@ class Graphs:
         cuda, collecting = dense.placement.device, gc.isenabled()
         allocated = allocations(cuda) - attention.captured
 
+        def launch(handle: int = 0) -> None:
+            made.append(launches(handle))
+
         gc.disable()  # destroying an object within the capture could break the capture
         try:
-            graph = core._Graph.capture(cuda.index, dense.stream, lambda: made.append(launches()), keep)
+            if loop:
+                core._device_round_end_load(cuda.index)
+                graph = core._Graph.loop(cuda.index, dense.stream, launch, keep)
+            else:
+                graph = core._Graph.capture(cuda.index, dense.stream, launch, keep)
         finally:
             dense.forget()  # a sum that a broken pass left undone
             if collecting:
@@ -101,9 +121,9 @@ class Bucket:
         given: the host's inputs to the next launch.
         launches: the launches of a round.
         logits: the last round's logits, a row for each node.
-        rounds: number of rounds launched so far.
-        held: number of the round whose `logits` and `Launches.root_logits` are still there; -1 once another pass has
-            run behind the last round.
+        rounds: number of rounds launched so far. For a loop under way, only rounds that the host knows of count.
+        looping: True if a loop may be under way.
+        overtaken: True if another pass of the target has run behind the last round and overwritten its logits.
         graphs: captured rounds by variant.
     """
 
@@ -113,7 +133,8 @@ class Bucket:
         self.given = Given(self.memory, models.roots, models.geometry.shape)
         self.launches = Launches(models, self.memory, self.given)
         self.logits = self.memory.arrays["given"]  # a placeholder before the first launch
-        self.rounds, self.held = 0, -1
+        self.rounds = 0
+        self.looping = self.overtaken = False
         self.graphs = Graphs(models)
 
     # -- launching ------------------------------------------------------------------------------------------------
@@ -123,12 +144,29 @@ class Bucket:
         self.given.upload()
         return self.again(variant)
 
-    def again(self, variant: Variant) -> int:
-        """Run a round that begins where the last round ends. Returns the round's number."""
-        number = self.held = self.rounds
-        self.rounds += 1
+    def again(self, variant: Variant, rounds: int = 1) -> int:
+        """Run a round that begins where the last round ends. A variant that loops runs up to ``rounds`` rounds.
+
+        Returns:
+            The number of the first round.
+        """
+        number = self.rounds
+        self.rounds, self.looping, self.overtaken = number + 1, variant.loop, False
+        if variant.loop:
+            self.memory.ring.clear_stop()  # an earlier request to stop is over, as its loop has ended
+            self.memory.arrays["control"][1:2].fill_(rounds)
         self.logits = self.graphs.run(variant, partial(self.launches.run, variant), self.launches.kept)
         return number
+
+    def loops(self, variant: Variant) -> bool:
+        """Return whether the device can repeat the variant in a loop, whose graph this captures if there is none.
+
+        It can if the variant has a graph, and ``graphs`` allows loops.
+        """
+        if self.models.config.graphs != "loop" or variant not in self.graphs.made:
+            return False
+        again = replace(variant, loop=True)
+        return self.graphs.capture(again, partial(self.launches.run, again), self.launches.kept, loop=True)
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -148,9 +186,42 @@ class Bucket:
         self.models.format.check_guards(dense.stream)
         return self.memory.results[ring.slot(number)]
 
+    def followed_by(self, number: int) -> int | None:
+        """Wait for a round of a loop, and return the round that the device began by itself behind it, if any."""
+        if not self.looping or number != self.rounds - 1:
+            return None
+        header = self.collect(number)["header"]
+        if int(header[self.memory.ring.continues]):
+            self.rounds = number + 2
+            return number + 1
+        self.looping = False
+        return None
+
+    def ended(self, number: int) -> bool:
+        """Return whether a loop ended early with this collected round, before all its rounds had run."""
+        return bool(int(self.collect(number)["header"][self.memory.ring.exit]) & ~_BUDGET)
+
+    def holds(self, number: int) -> bool:
+        """Return whether device memory of rounds (`Launches.root_logits`) still has what this round left there."""
+        return not self.looping and number == self.rounds - 1
+
+    def holds_logits(self, number: int) -> bool:
+        """Return whether `logits` still has this round's logits."""
+        return self.holds(number) and not self.overtaken
+
+    def request_stop(self) -> None:
+        """Have a loop under way, if any, end with its current round."""
+        if self.looping:
+            self.memory.ring.ask_stop()
+
     def settle(self) -> None:
-        """Wait for everything that was launched, and forget the errors of its kernels."""
-        self.models.stream.synchronize()
-        self.rounds, self.held = int(self.memory.arrays["control"][0]), -1
+        """Stop a loop, wait for everything that was launched, and forget the errors of its kernels."""
+        ring = self.memory.ring
+        ring.ask_stop()
+        try:
+            self.models.stream.synchronize()
+        finally:
+            ring.clear_stop()
+        self.rounds, self.looping = int(self.memory.arrays["control"][0]), False
         with suppress(core.SpecrsError):
             self.models.dense.faults.check()

@@ -49,11 +49,15 @@ class HostVerified(ScoredPass):
     trees: core.TreeBatch
     accepts: core.Accepts
     faults: Sequence[tuple[core.NonFiniteError, int]]
-    lost: bool = False
+    lost: Sequence[int] = ()
     origins: None = None
+    ahead = 0  # the host plans every round by the lengths that the last one gave
 
     def of(self, batch: Batch, rows: Sequence[int]) -> HostVerified:
         return self
+
+    def following(self) -> None:
+        return None
 
     def likeliest(self, requests: Sequence[int], count: int) -> list[tuple[list[int], list[list[int]]]]:
         return core.likeliest(self.trees, self.scores, requests, count)
@@ -79,10 +83,9 @@ class HostExecutor:
         cache: the target's KV, in the pool's pages.
         drafts: the head's passes; ``None`` without a head.
         launched: as `Executor.launched`.
-        ahead: as `Executor.ahead`.
     """
 
-    launched = ahead = False
+    launched = False
 
     def __init__(
         self,
@@ -177,8 +180,11 @@ class HostExecutor:
         moves = self.planner.commit(lease, batch.seqs, batch.lens, verified.accepts)
         self.target.ops.dense.kv_move(self.cache, moves)
 
-    def launch(self, verified: Verified, levels: int) -> Verified | None:
+    def launch(self, verified: Verified, rounds: int, levels: int) -> Verified | None:
         return None
+
+    def request_stop(self) -> None:
+        """Do nothing, because the host begins no round by itself."""
 
     def abandon(self, requests: Sequence[Request]) -> None:
         """Do nothing, because a failed round of the host has changed nothing."""

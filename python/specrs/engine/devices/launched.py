@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 
 from specrs import _specrs as core
-from specrs.engine.devices.graphs import Bucket
+from specrs.engine.devices.graphs import MOST_AHEAD, Bucket
 from specrs.engine.devices.head_inputs import non_finite
 from specrs.engine.devices.host import likeliest
 from specrs.engine.devices.launches import Variant
@@ -84,15 +84,38 @@ class LaunchedRound:
             raise RuntimeError(f"round {self.number} began at positions {starts}, its requests at {self.batch.lens}")
         return found
 
-    @property
-    def _held(self) -> bool:
-        """True if device memory still has what this round left there."""
-        return self.bucket.held == self.number
+    def _held(self, what: str, held: bool) -> Bucket:
+        """Return the bucket if its device memory still has what this round left there (``held``).
+
+        Raises:
+            StaleOutputError: a later round or pass has overwritten it.
+        """
+        bucket = self.bucket
+        if not held:
+            what = f"{what} of round {self.number} of the bucket of {bucket.batch} requests"
+            current = bucket.rounds - 1
+            error = core.StaleOutputError(f"{what}: round {current}, or a pass behind it, has overwritten it")
+            error.what, error.held, error.current = what, self.number, current
+            raise error
+        return bucket
 
     def of(self, batch: Batch, rows: Sequence[int]) -> LaunchedRound:
         if len(rows) == len(self.seats):
             return replace(self, batch=batch)
         return replace(self, batch=batch, seats=[self.seats[row] for row in rows], host_trees=None)
+
+    @property
+    def ahead(self) -> int:
+        bucket, variant = self.bucket, self.variant
+        if bucket.given.changing or variant.trees or bucket.models.config.graphs == "off":
+            return 0
+        if not variant.loop:
+            return MOST_AHEAD if bucket.loops(variant) else 1
+        return 0 if bucket.ended(self.number) else MOST_AHEAD
+
+    def following(self) -> LaunchedRound | None:
+        number = self.bucket.followed_by(self.number)
+        return None if number is None else replace(self, number=number)
 
     @cached_property
     def starts(self) -> list[int]:
@@ -140,17 +163,8 @@ class LaunchedRound:
         return self._logits([first + row for row in rows])
 
     def _logits(self, rows: list[int]) -> torch.Tensor:
-        """Copy the logits of some rows of the pass to the host.
-
-        Raises:
-            StaleOutputError: a later round or pass has overwritten them.
-        """
-        bucket = self.bucket
-        if not self._held:
-            what, current = f"logits of round {self.number} of the bucket of {bucket.batch} requests", bucket.rounds - 1
-            error = core.StaleOutputError(f"{what}: round {current}, or a pass behind it, has overwritten them")
-            error.what, error.held, error.current = what, self.number, current
-            raise error
+        """Copy the logits of some rows of the pass to the host."""
+        bucket = self._held("logits", self.bucket.holds_logits(self.number))
         return bucket.logits[rows].to("cpu", torch.float32)
 
     def _of_seats(
@@ -172,8 +186,8 @@ class LaunchedRound:
         return [faults[seat] != 0 for seat in self.seats]
 
     @property
-    def lost(self) -> bool:
-        return not self._held and any(self._faulty)
+    def lost(self) -> list[int]:
+        return [] if self.bucket.holds_logits(self.number) else [i for i, faulty in enumerate(self._faulty) if faulty]
 
     @cached_property
     def faults(self) -> list[tuple[core.NonFiniteError, int]]:
@@ -184,7 +198,8 @@ class LaunchedRound:
             return []
         sound: list[int] = self._found["sound"].tolist()
         bad = [i for i, seat in enumerate(self.seats) if self.drafted(i) and sound[seat] == 0]
-        scores = [self.bucket.launches.root_logits[self.seats[i]].cpu() if self._held else None for i in bad]
+        kept = self.bucket.holds(self.number)
+        scores = [self.bucket.launches.root_logits[self.seats[i]].cpu() if kept else None for i in bad]
         return [(_bad_root(i, row), self._sound_until(i)) for i, row in zip(bad, scores, strict=True)]
 
     def _sound_until(self, request: int) -> int:
@@ -192,7 +207,7 @@ class LaunchedRound:
         return root.start if isinstance(root, DeviceRoot) else self.batch.lens[request]
 
     def likeliest(self, requests: Sequence[int], count: int) -> list[tuple[list[int], list[list[int]]]] | None:
-        if not self._held:
+        if not self.bucket.holds_logits(self.number):
             return None  # a later round or pass may have overwritten the logits
         return likeliest(self.trees, self.starts, self.bucket.logits, requests, count)
 

@@ -4,7 +4,8 @@
 
 Trees of the host replace the drafts, or are united with the trees that the head drafts. Lengths, beams, trees and
 accepted paths stay on the device. Kernels read them there, and the end of a round writes the values that the next round
-begins with. So the same launches over the same memory can run directly or from a CUDA graph, and give the same bits.
+begins with. So the same launches over the same memory can run directly, from a CUDA graph, or from that graph in a
+loop. All three give the same bits.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Variant:
         follow: True if the head runs over the accepted tokens, by the features of the target's pass. A head of blocks
             does in rounds of roots alone too.
         edits: room for sampling's edits of tokens; ``None`` if all requests are greedy and have no edits.
+        loop: True if the device repeats the round by itself.
         trees: True if the host makes the trees, with at most as many nodes as trees of ``levels`` levels have.
         drafts: levels that the device drafts and unites with the host's trees; 0 if it unites nothing.
     """
@@ -54,6 +56,7 @@ class Variant:
     levels: int
     follow: bool
     edits: int | None
+    loop: bool = False
     trees: bool = False
     drafts: int = 0
 
@@ -204,8 +207,12 @@ class Launches:
 
     # -- a round --------------------------------------------------------------------------------------------------
 
-    def run(self, variant: Variant) -> torch.Tensor:
-        """Launch a round. Returns the memory of its logits, a row for each node."""
+    def run(self, variant: Variant, handle: int) -> torch.Tensor:
+        """Launch a round. Returns the memory of its logits, a row for each node.
+
+        Args:
+            handle: the handle of the loop that has the round as its body; 0 without a loop.
+        """
         self._m.dense.forget()  # else a graph would keep a sum that a failed pass left undone, but not its memory
         self._memory.poison(self._m)
         if variant.drafts:
@@ -221,15 +228,15 @@ class Launches:
             self._commit(variant)
         if variant.follow:
             self._extend(variant)
-        self._end()
+        self._end(handle)
         return logits
 
-    def _end(self) -> None:
+    def _end(self, handle: int) -> None:
         """Write the values that the next round begins with, and publish the results to the host."""
         a = self._memory.arrays
         core._device_round_end(
             self._memory.ring, accepts=self._round_found, limits=self._limits, state=self._state, control=a["control"],
-            found=a["found"], handle=0, stream=self._m.dense.stream,
+            found=a["found"], handle=handle, stream=self._m.dense.stream,
         )  # fmt: skip
 
     def _draft(self, levels: int, trees: BuiltTrees) -> None:

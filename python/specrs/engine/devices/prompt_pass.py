@@ -163,12 +163,12 @@ class PromptPass:
         m = self._m
         return [m.cache, m.target, self._features, self._inputs, *m.format.kept()]
 
-    def _passes(self) -> Callable[[], torch.Tensor]:
+    def _passes(self) -> Callable[[int], torch.Tensor]:
         """Return a function that launches the pass. It does not refer to this object, because a graph keeps it."""
         m, inputs, features, plan = self._m, self._inputs, self._features, self._plan
         a = inputs.there
 
-        def run() -> torch.Tensor:
+        def run(_: int) -> torch.Tensor:
             m.dense.forget()
             inputs.write_arrays(m.dense.stream)
             return m.target.forward(a["tokens"], plan, m.cache, features, a["last"])[0]

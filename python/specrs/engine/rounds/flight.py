@@ -1,9 +1,9 @@
 """Rounds that have been launched and not collected: the device may be ahead of what the host knows.
 
-A flight begins with a round of a batch. While the host reads what that round accepted, the device may run the next one
-over the same requests, which begins where the round before ends; and so on, one round ahead. One lease has the pages of
-both rounds, for the most positions that they can reach. Rounds are *collected* in order, and a request gets its tokens
-when a round is collected. Once a request has ended, the results of later rounds for it are dropped.
+A flight begins with a round of a batch. While the host reads what that round accepted, the device may run the next
+rounds over the same requests. Each round begins where the round before ends. One lease has the pages of all rounds, for
+the most positions that they can reach. Rounds are *collected* in order, and a request gets its tokens when a round is
+collected. Once a request has ended, the results of later rounds for it are dropped.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Flight:
 
     Attributes:
         plan: the plan of the last launched round.
-        trees: as of `RoundOutcome.trees`.
+        trees: as of `RoundOutcome.trees`; nothing is launched behind a round that has some.
         lease: the pages of every round.
         lens: positions of each sequence that the lease has committed.
         need: positions behind the committed ones that a round may write, per request.
         longest: positions that a round commits at most, per request.
         rounds: launched rounds that are not collected, the oldest first, each with its plan.
         observers: the observers that were told of the first round's pages, and are told of its results.
-        ahead: True if a round may be launched behind one that is not collected.
-        dropped: rows of the batch whose requests have ended; later results for them are dropped.
-        ended: time when the last collected round ended; ``None`` until the first one is collected.
+        closed: True if no further round may be launched.
+        dropped: rows of the batch whose requests have ended or were lost; later results for them are dropped.
+        ended: time when the last collected round ended, or the first one began.
     """
 
     plan: RoundPlan
@@ -48,9 +48,12 @@ class Flight:
     longest: int
     rounds: deque[tuple[RoundPlan, Verified]]
     observers: Sequence[RoundObserver]
-    ahead: bool
+    closed: bool
     dropped: set[int] = field(default_factory=set)
-    ended: float | None = None
+    ended: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.ended = self.plan.began
 
     @property
     def requests(self) -> list[Request]:
@@ -67,32 +70,51 @@ class Flight:
         rows = [i for i in range(len(self.requests)) if i not in self.dropped]
         return Batch([self.requests[i] for i in rows]), rows
 
-    @property
-    def reach(self) -> list[int]:
-        """The length that each sequence needs pages for, for the round in flight and one behind it.
+    def reach(self, more: int) -> list[int]:
+        """Return the length that each sequence needs pages for, for the rounds in flight and ``more`` behind them.
 
         A round begins at most ``longest`` positions behind the round before, and not behind the request's end.
         """
+        behind = (len(self.rounds) + more - 1) * self.longest
         each = enumerate(zip(self.requests, self.lens, strict=True))
         return [
-            n if i in self.dropped else max(n, min(n + self.longest, r.ending.max_total - 2) + self.need)
+            n if i in self.dropped else max(n, min(n + behind, r.ending.max_total - 2) + self.need)
             for i, (r, n) in each
         ]
 
-    def launch_ahead(self, executor: Executor, drafting: Drafting) -> None:
-        """Launch a round behind the one in flight if possible. Without one the flight ends with that round."""
-        batch, rows = self.batch()
-        plan = drafting.behind(self.plan, batch, rows) if self.ahead else None
-        # Others were asked for the first round of the flight just now.
-        if plan is None or (self.ended is not None and drafting.others_know_better(self.plan, batch, rows)):
+    # -- ahead of the host: not used on a device that plans every round by the results of the last one -----------------
+
+    def launch_ahead(self, executor: Executor, drafting: Drafting, stays: bool) -> None:
+        """Launch rounds behind the last one if possible.
+
+        Args:
+            stays: True if the next round is likely to have the same batch.
+        """
+        if self.take_following() or not stays or self.closed or len(self.rounds) > 1:
             return
-        try:
-            self.lease.renew(self.reach)
-        except (PoolExhaustedError, ConfigError):  # too few pages, or the row too short
+        _, last = self.rounds[-1]
+        most = last.ahead
+        plan = drafting.behind(self.plan, *self.batch()) if most else None
+        while plan is not None and most:
+            try:
+                self.lease.renew(self.reach(most))
+            except (PoolExhaustedError, ConfigError):  # too few pages, or the row too short
+                most //= 2  # fewer rounds may fit; if not, the round in flight is collected first
+                continue
+            if len(copies := self.lease.copies):
+                executor.copy(copies)
+            launched = executor.launch(last, most, plan.levels)
+            if launched is not None:
+                self.plan = plan
+                self.rounds.append((plan, launched))
             return
-        if len(copies := self.lease.copies):
-            executor.copy(copies)
-        launched = executor.launch(self.rounds[-1][1], plan.levels)
-        if launched is not None:
-            self.plan = plan
-            self.rounds.append((plan, launched))
+
+    def take_following(self) -> bool:
+        """Note the round that the device has begun by itself behind the last one, if any."""
+        if len(self.rounds) > 1:
+            return False  # asking waits for the last round, and another one is to be collected now
+        plan, last = self.rounds[-1]
+        following = last.following()
+        if following is not None:
+            self.rounds.append((plan, following))
+        return following is not None
