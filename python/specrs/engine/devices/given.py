@@ -51,7 +51,6 @@ class Given:
         edits: sampling's edits of tokens on the device: tokens, biases and counts. The key is the room for edits.
         samplers: operands of sampling, by the room for edits.
         live: number of requests of the last launch.
-        changing: True if the samplers may change from round to round, so that the host has to set them each time.
     """
 
     def __init__(self, memory: BucketMemory, roots: Roots | None, shape: core.TreeShape) -> None:
@@ -68,7 +67,7 @@ class Given:
         self._host_edits: dict[int, torch.Tensor] = {}
         self.samplers: dict[int, SamplerArrays] = {}
         self._drawn_by: tuple[list[core.Sampler], int | None] = [], None  # the samplers that still hold, and their room
-        self.live, self.changing = 0, False
+        self.live = 0
 
     def set_requests(self, seats: Sequence[Seat], nodes: int) -> None:
         """Set the requests of the next launch.
@@ -134,8 +133,7 @@ class Given:
                 for i, part in enumerate(edits):
                     host.numpy()[i * room : i * room + used] = part.view(np.int32)
                 self.edits[room].copy_(host, non_blocking=True)
-        # Samplers without penalties and biases do not change. Biases alone need no new upload for the same samplers.
-        self.changing = bool(used or penalised)
+        # Samplers without penalties need no new upload for the same requests.
         self._drawn_by = ([] if penalised or moving else list(samplers)), room
         return room
 

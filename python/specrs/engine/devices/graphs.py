@@ -123,7 +123,7 @@ class Bucket:
         logits: the last round's logits, a row for each node.
         rounds: number of rounds launched so far. For a loop under way, only rounds that the host knows of count.
         looping: True if a loop may be under way.
-        overtaken: True if another pass of the target has run behind the last round and overwritten its logits.
+        overtaken: True if another pass of the target has run behind the last round.
         graphs: captured rounds by variant.
     """
 
@@ -202,12 +202,8 @@ class Bucket:
         return bool(int(self.collect(number)["header"][self.memory.ring.exit]) & ~_BUDGET)
 
     def holds(self, number: int) -> bool:
-        """Return whether device memory of rounds (`Launches.root_logits`) still has what this round left there."""
-        return not self.looping and number == self.rounds - 1
-
-    def holds_logits(self, number: int) -> bool:
-        """Return whether `logits` still has this round's logits."""
-        return self.holds(number) and not self.overtaken
+        """Return whether `logits` and `Launches.root_logits` still have what this round left there."""
+        return number == self.rounds - 1 and not (self.looping or self.overtaken)
 
     def request_stop(self) -> None:
         """Have a loop under way, if any, end with its current round."""

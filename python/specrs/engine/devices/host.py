@@ -49,9 +49,9 @@ class HostVerified(ScoredPass):
     trees: core.TreeBatch
     accepts: core.Accepts
     faults: Sequence[tuple[core.NonFiniteError, int]]
-    lost: Sequence[int] = ()
+    lost: bool = False
     origins: None = None
-    ahead = 0  # the host plans every round by the lengths that the last one gave
+    ahead = 0
 
     def of(self, batch: Batch, rows: Sequence[int]) -> HostVerified:
         return self
@@ -83,9 +83,10 @@ class HostExecutor:
         cache: the target's KV, in the pool's pages.
         drafts: the head's passes; ``None`` without a head.
         launched: as `Executor.launched`.
+        ahead: as `Executor.ahead`.
     """
 
-    launched = False
+    launched = ahead = False
 
     def __init__(
         self,
