@@ -147,7 +147,7 @@ class Round:
         # The end of a loop is known; a round alone has not been waited for.
         return 0 if self.loop and device.slot(self.number).ended else LOOP
 
-    def following(self) -> Round | None:
+    def following(self, goes_on: bool) -> Round | None:
         device = self.device
         if not self.loop or self.number != device._handed - 1 or not device.slot(self.number).goes_on:
             return None

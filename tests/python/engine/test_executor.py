@@ -94,9 +94,6 @@ class Device:
     def launch(self, verified: Any, rounds: int, levels: int) -> None:
         raise AssertionError("nothing can be launched ahead")
 
-    def request_stop(self) -> None:
-        self.host.request_stop()
-
     def abandon(self, requests: Any) -> None:
         self.log.append("abandon")
 

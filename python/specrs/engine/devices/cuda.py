@@ -454,10 +454,6 @@ class CudaExecutor(HostExecutor):
         number = bucket.again(variant, rounds)
         return LaunchedRound(verified.batch, bucket, number, variant, verified.seats)
 
-    def request_stop(self) -> None:
-        if self._running is not None:
-            self._running.request_stop()
-
     def abandon(self, requests: Sequence[Request]) -> None:
         bucket = self._running
         if bucket is None:

@@ -186,10 +186,13 @@ class Bucket:
         self.models.format.check_guards(dense.stream)
         return self.memory.results[ring.slot(number)]
 
-    def followed_by(self, number: int) -> int | None:
-        """Wait for a round of a loop, and return the round that the device began by itself behind it, if any."""
-        if not self.looping or number != self.rounds - 1:
+    def followed_by(self, number: int, goes_on: bool) -> int | None:
+        """Wait for the last round, if it is of a loop, and return the round that the device began by itself behind it,
+        if any. Unless the loop ``goes_on``, it ends with its current round."""
+        if not self.looping:
             return None
+        if not goes_on:
+            self.memory.ring.ask_stop()
         header = self.collect(number)["header"]
         if int(header[self.memory.ring.continues]):
             self.rounds = number + 2
@@ -204,11 +207,6 @@ class Bucket:
     def holds(self, number: int) -> bool:
         """Return whether `logits` and `Launches.root_logits` still have what this round left there."""
         return number == self.rounds - 1 and not (self.looping or self.overtaken)
-
-    def request_stop(self) -> None:
-        """Have a loop under way, if any, end with its current round."""
-        if self.looping:
-            self.memory.ring.ask_stop()
 
     def settle(self) -> None:
         """Stop a loop, wait for everything that was launched, and forget the errors of its kernels."""

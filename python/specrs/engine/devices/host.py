@@ -56,7 +56,7 @@ class HostVerified(ScoredPass):
     def of(self, batch: Batch, rows: Sequence[int]) -> HostVerified:
         return self
 
-    def following(self) -> None:
+    def following(self, goes_on: bool) -> None:
         return None
 
     def likeliest(self, requests: Sequence[int], count: int) -> list[tuple[list[int], list[list[int]]]]:
@@ -183,9 +183,6 @@ class HostExecutor:
 
     def launch(self, verified: Verified, rounds: int, levels: int) -> Verified | None:
         return None
-
-    def request_stop(self) -> None:
-        """Do nothing, because the host begins no round by itself."""
 
     def abandon(self, requests: Sequence[Request]) -> None:
         """Do nothing, because a failed round of the host has changed nothing."""

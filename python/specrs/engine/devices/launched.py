@@ -93,8 +93,8 @@ class LaunchedRound:
             return 0 if self.bucket.ended(self.number) else MOST_AHEAD
         return MOST_AHEAD if self.bucket.loops(self.variant) else 1
 
-    def following(self) -> LaunchedRound | None:
-        number = self.bucket.followed_by(self.number)
+    def following(self, goes_on: bool) -> LaunchedRound | None:
+        number = self.bucket.followed_by(self.number, goes_on)
         return None if number is None else replace(self, number=number)
 
     @cached_property

@@ -67,8 +67,9 @@ class Verified(Pass, VerifiedTrees, Protocol):
     def ahead(self) -> int:
         """How many rounds of the same requests one launch behind this one, the last one launched, may have."""
 
-    def following(self) -> Verified | None:
-        """Wait for this round, and return the round that the device has begun by itself behind it, if any."""
+    def following(self, goes_on: bool) -> Verified | None:
+        """Wait for this round, and return the round that the device has begun by itself behind it, if any. Unless it
+        ``goes_on``, the device begins no other by itself."""
 
 
 class DraftExecutor(Protocol):
@@ -188,9 +189,6 @@ class Executor(Protocol):
         Returns:
             The first of the new rounds; ``None`` if it cannot be launched now.
         """
-
-    def request_stop(self) -> None:
-        """Tell the device to begin no further round by itself, because the host waits for what is in flight."""
 
     def abandon(self, requests: Sequence[Request]) -> None:
         """Give up rounds in flight, and wait for them to end. The host's books undo their effect on the requests."""

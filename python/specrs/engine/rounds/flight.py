@@ -84,9 +84,7 @@ class Flight:
         """
         last, verified = self.rounds[-1]
         plan = self._behind(last, drafting) if self.ahead and stays else None
-        if plan is None:
-            executor.request_stop()
-        most = 0 if self.take_following() or plan is None else verified.ahead
+        most = 0 if self.take_following(plan is not None) or plan is None else verified.ahead
         while plan is not None and most:
             try:
                 self.lease.renew(self.reach(most))
@@ -110,12 +108,11 @@ class Flight:
             return None
         return plan
 
-    def take_following(self) -> bool:
-        """Note the round that the device has begun by itself behind the last one, if any."""
-        if len(self.rounds) > 1:
-            return False  # asking waits for the last round, and another one is to be collected now
+    def take_following(self, goes_on: bool = False) -> bool:
+        """Note the round that the device has begun by itself behind the last one, if any; it begins more if it
+        ``goes_on``."""
         plan, last = self.rounds[-1]
-        following = last.following()
+        following = last.following(goes_on)
         if following is not None:
             self.rounds.append((plan, following))
         return following is not None

@@ -174,7 +174,6 @@ class Runner:
         """Collect every round in flight. The result begins with the rounds that a failed step had collected."""
         if self._flight is not None:
             with _naming(self._flight.requests), self._abandoning():
-                self.executor.request_stop()
                 while self._flight is not None:
                     self._flight.take_following()
                     self._collect(self._flight)
