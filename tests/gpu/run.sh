@@ -42,13 +42,15 @@ run_file() {
     echo $? >"$work/tests-$name.rc"
     echo "$name: $(tail -n 1 "$out/$name.log") (until $SECONDS s, since $began s)"
 }
-# Runs a command beside JOBS - 1 others; in turns on each GPU, as its first one.
+# Runs a command beside JOBS - 1 others, with each of the visible GPUs in turn as its first one.
 queued=0
 started=0
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+IFS=, read -ra visible <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus - 1)))}"
 queue() {
-    CUDA_VISIBLE_DEVICES=$(seq -s, "$started" $((started + gpus - 1)) | awk -v n="$gpus" -v RS=, -v ORS=, '{print $1 % n}' | sed 's/,$//') \
-        "$@" &
+    local first=$((started % (gpus > 0 ? gpus : 1)))
+    local order=("${visible[@]:first}" "${visible[@]:0:first}")
+    CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${order[*]}") "$@" &
     started=$((started + 1))
     queued=$((queued + 1))
     [ "$queued" -lt "${JOBS:-1}" ] || { wait -n; queued=$((queued - 1)); }
@@ -93,6 +95,9 @@ cases() {
     test_gpu_attention) echo "small or skipped or empty or refused or pages_and_their_order or rounded" ;;
     test_gpu_attention_hostile) echo "skipped or zeros or refused or numbers or any_number" ;;
     test_gpu_attention_blocks) echo "64-4 or 96-7" ;;
+    test_gpu_attention_cluster) echo "3-tree" ;;
+    test_gpu_backends) echo "every_phase or (head_size and 64)" ;;
+    test_gpu_linear) echo "bits_are or captured or does_not_fit or 72-72 or 72-320" ;;
     test_gpu_attention_pages) echo "skipped or refused or draft_steps or values" ;;
     test_gpu_plan)
         echo "recorded or no_tree_has or do_not_fit or clamped or none_of_the_pool or whole_lanes or tail_copies[3]" \
@@ -109,12 +114,12 @@ cases() {
     *) echo "$small" ;;
     esac
 }
-# Whole engines, and the graph runtime: its tests plant captures that fail, drop graphs in the midst of a replay and
+# Engines and models, and the graph runtime: its tests plant captures that fail, drop graphs in the midst of a replay and
 # loop on the device, of which a sanitizer makes errors of its own or a context that works no more.
 whole() {
     case $1 in
-    test_gpu_engine* | test_gpu_flight | test_gpu_graph | test_gpu_driver_calls | test_gpu_products | test_gpu_replay) true ;;
-    test_gpu_load | test_gpu_overlap | test_gpu_blocks) true ;;
+    */engine/* | */models/* | */cli/* | */hf/* | */train/* | */capsule/* | */graph/*) true ;;
+    */test_gpu_driver_calls.py | */test_gpu_products.py | */test_gpu_overlap.py | */test_gpu_real_kernels.py) true ;;
     *) false ;;
     esac
 }
@@ -122,7 +127,7 @@ sanitize_files() {
     local tool=$1 caching=$2 more=$3 name
     for file in "${files[@]}"; do
         name=$(basename "$file" .py)
-        if whole "$name" || [ "$name" = test_gpu_named_faults ]; then continue; fi
+        if whole "$file" || [ "$name" = test_gpu_named_faults ]; then continue; fi
         case " ${SANITIZE:-$name} " in *" $name "*) ;; *) continue ;; esac
         queue sanitize "$tool" "$caching" "$name" "($(cases "$name")) and not ($left_out$more)" "$file"
     done
@@ -139,14 +144,15 @@ if command -v compute-sanitizer >/dev/null; then
     grep -m 1 -A 2 Invalid "$out/control.log"
     tail -n 1 "$out/control.log"
     echo "== memcheck, each tensor an allocation of its own"
-    sanitize_files memcheck off " or graph"
+    sanitize_files memcheck off " or graph or captured"
     echo "== memcheck, graphs"
     kernels=()
     for file in "${files[@]}"; do
-        whole "$(basename "$file" .py)" || kernels+=("$file")
+        case $file in */backends/*) continue ;; esac
+        whole "$file" || kernels+=("$file")
     done
     if [ -z "${SANITIZE:-}" ]; then
-        queue sanitize memcheck on graphs "(graph or named_faults) and not ($left_out or loop or runs_on)" "${kernels[@]}"
+        queue sanitize memcheck on graphs "(graph or captured or named_faults) and not ($left_out or loop or runs_on)" "${kernels[@]}"
     fi
     echo "== racecheck, of shared memory"
     sanitize_files racecheck on ""
