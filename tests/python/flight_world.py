@@ -52,18 +52,16 @@ class DeviceRoot:
 
 @dataclass(eq=False)
 class Asked:
-    """Drafts that are launched together with their verification. given: trees of the host to unite them with."""
+    """Drafts that are launched together with their verification. trees: those of the host to unite them with."""
 
     batch: Batch
     depths: list[int]
-    given: core.TreeBatch | None = None
+    trees: core.TreeBatch | None = None
+    faults = ()
 
     @property
     def levels(self) -> int:
         return max(self.depths, default=0)
-
-    trees = None
-    faults = ()
 
 
 @dataclass(eq=False)
@@ -311,7 +309,7 @@ class Device(HostExecutor):
             for r, depth in zip(batch, asked.depths, strict=True)
         ]  # fmt: skip
         follow = levels > 0
-        run = Run(seats, levels, follow, asked.given)
+        run = Run(seats, levels, follow, asked.trees)
         number = self._round(run)
         self.might("first")
         return Round(self, run, number, batch, range(len(batch)))
@@ -521,7 +519,7 @@ class DeviceDrafts(HostDrafts):
 
     def unite(self, drafted: Any, trees: core.TreeBatch) -> Any:
         self._device.might("beside")
-        return replace(drafted, given=trees) if isinstance(drafted, Asked) and max(drafted.depths) else None
+        return replace(drafted, trees=trees) if isinstance(drafted, Asked) and max(drafted.depths) else None
 
     def _lend(self, request: Request, logits: torch.Tensor, hidden: torch.Tensor) -> DeviceRoot:
         self._device.roots[request.seq.row] = Root(logits.clone(), hidden.clone())

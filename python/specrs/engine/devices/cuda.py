@@ -416,8 +416,8 @@ class CudaExecutor(HostExecutor):
         """Launch a round with drafts that the device makes, drafts that the host has made, or both."""
         levels, shape = asked.levels, self.planner.geometry.shape
         trees, drafts = None if made is None else made.trees, 0
-        if asked.others is not None:
-            trees, drafts = asked.others, levels
+        if asked.trees is not None:
+            trees, drafts = asked.trees, levels
             levels = united_levels(shape, levels, max(trees.sizes))
         bucket = self._running = self._of(next(b for b in self._sizes if b >= len(batch)))
         # Rounds behind this one may draft deeper. They make no more nodes than their levels have.

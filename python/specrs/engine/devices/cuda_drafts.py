@@ -110,7 +110,7 @@ class CudaDrafts(HostDrafts):
     def unite(self, drafted: Drafted, trees: core.TreeBatch) -> Drafted | None:
         if not isinstance(drafted, AskedRound) or not drafted.levels:
             return None
-        return replace(drafted, others=trees)
+        return replace(drafted, trees=trees)
 
     def _root(self, request: Request) -> Root:
         root = request.head.root

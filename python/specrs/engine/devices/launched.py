@@ -38,13 +38,12 @@ class AskedRound:
     Attributes:
         depths: the depth to which each request drafts; 0 for no drafts.
         levels: levels of drafts that the round runs; 0 without drafts.
-        others: the host's trees that the device unites with the drafts; ``None`` without.
+        trees: trees of the host that the device unites with the drafts; ``None`` without.
     """
 
     depths: list[int]
     levels: int
-    others: core.TreeBatch | None = None
-    trees = None  # the device builds them
+    trees: core.TreeBatch | None = None
     faults = ()
 
 
@@ -176,7 +175,7 @@ class LaunchedRound:
 
     @property
     def lost(self) -> bool:
-        return any(self._faulty) and not self.bucket.holds(self.number)
+        return not self.bucket.holds(self.number) and any(self._faulty)
 
     @cached_property
     def faults(self) -> list[tuple[core.NonFiniteError, int]]:

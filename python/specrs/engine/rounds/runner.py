@@ -227,7 +227,7 @@ class Runner:
             verified = self.executor.decode(batch) if drafted is None else self.executor.verify(batch, drafted)
         flight.rounds.append((plan, verified))
         flight.trees = drafted if isinstance(drafted, HostTrees) else plan.trees
-        hosted = flight.trees is not None or (drafted is not None and drafted.trees is not None)
+        hosted = drafted is not None and drafted.trees is not None
         waits = hosted or bool(observers) or any(r.needs_sync for r in batch)
         flight.ahead = self.executor.ahead and not waits
         return flight
