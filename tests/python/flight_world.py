@@ -52,18 +52,16 @@ class DeviceRoot:
 
 @dataclass(eq=False)
 class Asked:
-    """Drafts that are launched together with their verification. given: trees of the host to unite them with."""
+    """Drafts that are launched together with their verification. trees: those of the host to unite them with."""
 
     batch: Batch
     depths: list[int]
-    given: core.TreeBatch | None = None
+    trees: core.TreeBatch | None = None
+    faults = ()
 
     @property
     def levels(self) -> int:
         return max(self.depths, default=0)
-
-    trees = None
-    faults = ()
 
 
 @dataclass(eq=False)
@@ -108,14 +106,12 @@ class Run:
     Attributes:
         levels: levels of drafts.
         follow: true if features are kept.
-        needs_sync: true if the host has to read its first round before anything is launched behind it.
         given: trees of the host, which its only round unites with its drafts.
     """
 
     seats: list[Seat]
     levels: int
     follow: bool
-    needs_sync: bool
     given: core.TreeBatch | None = None
 
 
@@ -144,22 +140,21 @@ class Round:
     @property
     def ahead(self) -> int:
         device = self.device
-        if self.run.needs_sync or device._running is not self.run:
-            return 0
         if device.told.level == "round":
             return 1
         # The end of a loop is known; a round alone has not been waited for.
         return 0 if self.loop and device.slot(self.number).ended else LOOP
 
-    def following(self) -> Round | None:
+    def following(self, goes_on: bool) -> Round | None:
         device = self.device
         if not self.loop or self.number != device._handed - 1 or not device.slot(self.number).goes_on:
             return None
         device._handed += 1
         return replace(self, number=self.number + 1)
 
-    def _held(self, held: bool) -> Found:
-        if not held:
+    @property
+    def _held(self) -> Found:
+        if not self.device.holds(self.number):
             raise core.StaleOutputError(f"round {self.number} is overwritten")
         return self._found
 
@@ -181,7 +176,7 @@ class Round:
     def accepts(self) -> core.Accepts:
         found = self._found
         if any(found.faulty[p] for p in self.places):
-            logits, sizes = self._held(self.device.holds_logits(self.number)).logits, found.trees.sizes
+            logits, sizes = self._held.logits, found.trees.sizes
             rows = [row for p in self.places for row in range(found.starts[p], found.starts[p] + sizes[p])]
             return core.verify(self.trees, logits[rows], [r.sampler for r in self.batch], self.batch.lens)
         paths, tokens = ([each[p] for p in self.places] for each in (found.paths, found.tokens))
@@ -190,11 +185,9 @@ class Round:
         return core.Accepts.from_arrays(ends, *flat)
 
     @property
-    def lost(self) -> list[int]:
-        if self.device.holds_logits(self.number):
-            return []
-        lost = [i for i, p in enumerate(self.places) if self._found.faulty[p]]
-        self.device.told.lost += len(lost)
+    def lost(self) -> bool:
+        lost = not self.device.holds(self.number) and any(self._found.faulty[p] for p in self.places)
+        self.device.told.lost += lost
         return lost
 
     @property
@@ -210,13 +203,13 @@ class Round:
         return told
 
     def likeliest(self, requests: Sequence[int], count: int) -> list[tuple[list[int], list[list[int]]]] | None:
-        if not self.device.holds_logits(self.number):
+        if not self.device.holds(self.number):
             return None
         found = self._found
         return likeliest(self.trees, [found.starts[p] for p in self.places], found.logits, requests, count)
 
     def logits(self, request: int, rows: Sequence[int]) -> torch.Tensor:
-        found = self._held(self.device.holds_logits(self.number))
+        found = self._held
         first = found.starts[self.places[request]]
         return found.logits[[first + row for row in rows]]
 
@@ -260,7 +253,6 @@ class Device(HostExecutor):
         super().__init__(target, head, config, geometry, pool)
         self._slots: dict[int, Found] = {}
         self._next = self._handed = 0  # number of the next round, and of the next that the engine is told of
-        self._running: Run | None = None
         self._overtaken = True  # another pass has run since the last round
 
     def _drafts(self, head: Any, cache: Any, config: Any) -> HostDrafts:
@@ -282,10 +274,11 @@ class Device(HostExecutor):
 
     def holds(self, number: int) -> bool:
         """Return whether what a round left in device memory is still there."""
-        return number == self._next - 1
+        return number == self._next - 1 and not self._overtaken
 
-    def holds_logits(self, number: int) -> bool:
-        return self.holds(number) and not self._overtaken
+    @property
+    def ahead(self) -> bool:
+        return self.told.level != "off"
 
     def prefill(self, *args: Any) -> Any:
         self._overwrite(features=False)
@@ -316,26 +309,20 @@ class Device(HostExecutor):
             for r, depth in zip(batch, asked.depths, strict=True)
         ]  # fmt: skip
         follow = levels > 0
-        changing = any(
-            (r.params.repetition_penalty, r.params.presence_penalty, r.params.frequency_penalty) != (1, 0, 0)
-            for r in batch
-        )
-        self._running = Run(
-            seats, levels, follow, asked.given is not None or changing or self.told.level == "off", asked.given
-        )
-        number = self._round(self._running)
+        run = Run(seats, levels, follow, asked.trees)
+        number = self._round(run)
         self.might("first")
-        return Round(self, self._running, number, batch, range(len(batch)))
+        return Round(self, run, number, batch, range(len(batch)))
 
     def launch(self, verified: Any, rounds: int, levels: int) -> Any:
-        assert isinstance(verified, Round) and rounds >= 1
+        assert isinstance(verified, Round) and rounds >= 1 and self.ahead and verified.run.given is None
         assert self._handed == self._next, "a loop is under way"
         self.might("launch")
         if self.told.refuses():
             return None
         run, number, loop = verified.run, self._next, self.told.level == "loop"
         if run.levels and levels != run.levels:
-            self._running = run = replace(run, levels=levels)
+            run = replace(run, levels=levels)
             self.told.changed += 1
         for left in range(rounds if loop else 1, 0, -1):  # the device goes on by itself, before the host knows anything
             found = self.slot(self._round(run))
@@ -354,7 +341,7 @@ class Device(HostExecutor):
                 r.head.root = None
             self.roots.pop(r.seq.row, None)
         self._overwrite()
-        self._running, self._handed = None, self._next
+        self._handed = self._next
 
     # -- the device's side: nothing of a request is read -----------------------------------------------------------
 
@@ -532,7 +519,7 @@ class DeviceDrafts(HostDrafts):
 
     def unite(self, drafted: Any, trees: core.TreeBatch) -> Any:
         self._device.might("beside")
-        return replace(drafted, given=trees) if isinstance(drafted, Asked) and max(drafted.depths) else None
+        return replace(drafted, trees=trees) if isinstance(drafted, Asked) and max(drafted.depths) else None
 
     def _lend(self, request: Request, logits: torch.Tensor, hidden: torch.Tensor) -> DeviceRoot:
         self._device.roots[request.seq.row] = Root(logits.clone(), hidden.clone())

@@ -11,9 +11,9 @@ refused while the engine is made; the error names it and what would work.
   of the engine needs the lengths on the host (`AttentionBackend.needs_cpu_seq_lens`; an empty slot needs nothing), and
   the model has no recurrent state, which a rejected branch could not be taken back out of. ``"loop"`` needs them.
 
-One thing is no cell, since it changes from round to round: penalties (repetition, presence, frequency) and logit biases
-need the host in each round. Requests with them run at every level, and the engine then runs their rounds one after
-another, none ahead of the host.
+One thing is no cell, since it changes from round to round: penalties (repetition, presence, frequency) need the host in
+each round. Requests with them run at every level, and the engine then runs their rounds one after another, none ahead
+of the host.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Device:
     def entered(self) -> Any:
         return self.host.entered()
 
-    launched = False
+    launched = ahead = False
 
     @property
     def tail(self) -> int | None:
@@ -91,15 +91,8 @@ class Device:
         self.log.append("commit")
         self.host.commit(batch, lease, verified._of)
 
-    @property
-    def waited(self) -> float:
-        return 0.0
-
     def launch(self, verified: Any, rounds: int, levels: int) -> None:
         raise AssertionError("nothing can be launched ahead")
-
-    def request_stop(self) -> None:
-        self.host.request_stop()
 
     def abandon(self, requests: Any) -> None:
         self.log.append("abandon")

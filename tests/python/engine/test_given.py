@@ -11,18 +11,23 @@ import pytest
 import torch
 
 from specrs import _specrs as core
-from specrs.engine.devices import given as inputs
+from specrs.engine.devices import memory as memories
 from specrs.engine.devices.cuda_drafts import CudaDrafts, in_passes
 from specrs.engine.devices.given import Given, Seat
 from specrs.engine.devices.head_inputs import Entries
 from specrs.engine.devices.memory import STOPS, Fields, given_layout
 
 
-def given_of(batch: int, monkeypatch: pytest.MonkeyPatch) -> Given:
+def given_of(batch: int, monkeypatch: pytest.MonkeyPatch, **trees_of: int) -> Given:
     """Inputs in memory that is not pinned."""
     plain = SimpleNamespace(zeros=lambda *size, pin_memory, **options: torch.zeros(*size, **options), int32=torch.int32)
-    monkeypatch.setattr(inputs, "torch", plain)
-    memory: Any = SimpleNamespace(given_layout=given_layout(batch), trees_layout=Fields(tree_offsets=1), batch=batch)
+    monkeypatch.setattr(memories, "torch", plain)
+    given, trees = given_layout(batch), Fields(tree_offsets=batch + 1, **trees_of)
+    arrays = {
+        "given": torch.zeros(given.words, dtype=torch.int32),
+        "host trees": torch.zeros(trees.words, dtype=torch.int32),
+    }
+    memory: Any = SimpleNamespace(given_layout=given, trees_layout=trees, batch=batch, arrays=arrays)
     return Given(memory, SimpleNamespace(nothing=9), core.TreeShape(2, 3, 11))  # type: ignore[arg-type]
 
 
@@ -33,7 +38,7 @@ def test_each_field_of_a_seat_is_where_kernels_read_it(monkeypatch: pytest.Monke
         given.set_requests([seat(row, root=row + 5, depth=3) for row in (3, 2, 1, 0)], 12)
         given.set_requests([Seat(7, 70, 11, 2, 90, 4, [8, 9]), Seat(5, 71, 12, 0, 91, 0, list(range(STOPS + 3)))], 12)
     assert given.live == 2
-    found = {name: array.tolist() for name, array in given.arrays.items()}
+    found = {name: array.tolist() for name, array in given.inputs.host.items()}
     assert {name: found[name] for name in ("rows", "lens", "roots", "depths", "limits", "first_pages")} == {
         "rows": [7, 5, -1, -1], "lens": [70, 71, 0, 0], "roots": [11, 12, 0, 0], "depths": [2, 0, 0, 0],
         "limits": [90, 91, 0, 0], "first_pages": [4, 0, 0, 0],
@@ -50,9 +55,20 @@ def test_a_launch_of_empty_seats_has_dead_values(monkeypatch: pytest.MonkeyPatch
     given = given_of(2, monkeypatch)
     given.set_requests([Seat(1, 5, 5, 1, 9), Seat(0, 5, 5, 1, 9)], 4)
     given.set_requests([], 1)
-    found = {name: array.tolist() for name, array in given.arrays.items()}
+    found = {name: array.tolist() for name, array in given.inputs.host.items()}
     assert found["rows"] == found["root_to"] == [-1, -1] and found["root_from"] == [9, 9]
     assert found["live"] == [0] and found["tree_offsets"] == [0] * 3 and found["depths"] == [0, 0]
+
+
+def test_trees_of_the_host_and_what_is_dead_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = given_of(3, monkeypatch, tree_tokens=24, tree_parents=24, tree_scores=24)
+    given.set_trees(core.TreeBatch.from_parents([[-1, 0, 0]] * 3, [[5, 6, 7]] * 3, [[0.5, 0.25, 0.125]] * 3))
+    given.set_trees(core.TreeBatch.from_parents([[-1, 0, 0], [-1]], [[3, 4, 5], [6]], [[0.0, -0.5, -1.0], [0.0]]))
+    found = given._trees.there
+    assert found["tree_offsets"].tolist() == [0, 3, 4, 4]
+    assert found["tree_tokens"].tolist() == [3, 4, 5, 6, *[0] * 20]
+    assert found["tree_parents"].tolist() == [-1, 0, 0, -1, *[-1] * 20]
+    assert found["tree_scores"].view(torch.float32).tolist() == [0.0, -0.5, -1.0, 0.0, *[0.0] * 20]
 
 
 @pytest.mark.parametrize("most", [1, 3, 7, 100])

@@ -120,8 +120,8 @@ def test_outputs_of_a_prompt_are_requests_with_split_seeds(pair: Pair, options: 
         llm.audit()
 
 
-def test_biases_alone_are_uploaded_once(pair: Pair) -> None:
-    """The edits stay on the device; those of the next batch take their place."""
+def test_biases_alone_are_uploaded_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The edits stay on the device, also for rounds ahead of the host; those of the next batch take their place."""
     prompts = prompts_of(5, 4, VOCAB)
     params = [
         SamplingParams(max_tokens=24, temperature=0.9, seed=i, logit_bias={i: 2.0, 7 - i: -1.0}) for i in range(4)
@@ -129,5 +129,16 @@ def test_biases_alone_are_uploaded_once(pair: Pair) -> None:
     with LLM(pair.target, speculative=False, device="cuda", max_batch=1) as plain:
         want = [plain.generate([p], [s])[0].token_ids for p, s in zip(prompts, params, strict=True)]
     with LLM(pair.target, pair.draft, device="cuda", tree=(3, 4, 16), max_batch=2) as llm:
+        launch, ahead = llm._runner.executor.launch, 0
+
+        def counted(*args: Any) -> Any:
+            nonlocal ahead
+            done = launch(*args)
+            ahead += done is not None
+            return done
+
+        monkeypatch.setattr(llm._runner.executor, "launch", counted)
         for _ in range(2):
             assert [o.token_ids for o in llm.generate(prompts, params)] == want
+        monkeypatch.undo()  # nothing refers to itself
+        assert ahead, "no round was launched ahead"

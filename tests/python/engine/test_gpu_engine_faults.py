@@ -200,7 +200,7 @@ def test_what_a_round_is_given(
     def planted(self: Bucket, *args: Any) -> int:
         nonlocal calls
         if calls in (0, 2, 3):
-            self.given.arrays[name][0] = value
+            self.given.inputs.host[name][0] = value
         calls += 1
         return original(self, *args)
 

@@ -98,8 +98,8 @@ class Flights:
                 self.loops += done.variant.loop
             return done
 
-        def follows(verified: LaunchedRound) -> Any:
-            done = following(verified)
+        def follows(verified: LaunchedRound, goes_on: bool) -> Any:
+            done = following(verified, goes_on)
             self.ahead += done is not None
             return done
 

@@ -14,7 +14,7 @@ from specrs.engine.devices import graphs as captures
 from specrs.engine.devices.graphs import Bucket, Graphs
 from specrs.engine.devices.launches import Variant
 
-PLAIN = Variant(1, 0, False, None)
+PLAIN = Variant(0, False, None)
 
 
 class Gpu:
@@ -110,7 +110,7 @@ def test_a_loop_is_captured_where_it_is_asked_for(gpu: Gpu) -> None:
         bucket.again(PLAIN)
     assert gpu.captured == 1
     assert bucket.loops(PLAIN) and gpu.captured == 2
-    bucket.again(Variant(1, 0, False, None, loop=True), 8)
+    bucket.again(Variant(0, False, None, loop=True), 8)
     assert bucket.looping and bucket.memory.arrays["control"][1] == 8
     gpu.captured = 0
     assert bucket.loops(PLAIN) and not gpu.captured

@@ -96,7 +96,7 @@ class CudaExecutor(HostExecutor):
         self._dense, cuda = dense, target.ops.placement.device
         torch.cuda.synchronize(cuda)  # the weights have arrived
         self._stream = torch.cuda.Stream(cuda)  # type: ignore[no-untyped-call]
-        self._graphs = config.graphs != "off"
+        self.ahead = config.graphs != "off"
         self._roots: Roots | None = None
         self._running: Bucket | None = None  # the bucket of the last launched round
         with self.entered():
@@ -262,8 +262,8 @@ class CudaExecutor(HostExecutor):
         bucket, nodes = self._of(size), most_nodes(self.planner.geometry.shape, levels)
         seats = [Seat(seq.row, prompt, 0, levels, prompt + self._measured_len) for seq in seqs]
         bucket.given.set_requests(seats, nodes)
-        variant = self._variant(size, levels)
-        ahead = self._graphs and not variant.trees
+        variant = self._variant(levels)
+        ahead = self.ahead and not variant.trees
         seconds = []
         last = bucket.launch(variant)
         for _ in range(_RUNS + 3):  # the first three allocate memory and capture a graph
@@ -277,12 +277,12 @@ class CudaExecutor(HostExecutor):
         bucket.collect(last if ahead else number)
         return statistics.median(seconds[3:])
 
-    def _variant(self, size: int, levels: int, edits: int | None = None) -> Variant:
+    def _variant(self, levels: int, edits: int | None = None) -> Variant:
         """Return a round with trees of so many levels, from wherever this engine's trees come."""
         drafts = self.drafts
         follow = isinstance(drafts, CudaBlocks) or (drafts is not None and levels > 0)
         hosted = levels > 0 and (drafts is None or drafts.visible)
-        return Variant(size, levels, follow, edits, trees=hosted)
+        return Variant(levels, follow, edits, trees=hosted)
 
     def _warm(self, levels: Sequence[int], pages: Pages) -> None:
         """Run over a prompt and capture graphs, so that the first answer does not wait for this and take twice as long.
@@ -298,11 +298,11 @@ class CudaExecutor(HostExecutor):
             for enters in self.drafts.entering if isinstance(self.drafts, CudaDrafts) else ():
                 for recalls in (False, True):
                     enters.launch(recalls)
-        for size in self._sizes if self._graphs else ():
+        for size in self._sizes if self.ahead else ():
             bucket = self._of(size)
             bucket.given.set_requests([], 1)
             for edits in (None, bucket.given.least_room()):
-                for variant in (self._variant(size, n, edits) for n in (0, *levels)):
+                for variant in (self._variant(n, edits) for n in (0, *levels)):
                     while not bucket.graphs.settled(variant):
                         bucket.collect(bucket.launch(variant))
 
@@ -395,29 +395,29 @@ class CudaExecutor(HostExecutor):
         return self._dense.host(logits), aux
 
     def decode(self, batch: Batch) -> Verified:
-        return self._launched(AskedRound(batch, [0] * len(batch), 0))
+        return self._launched(batch, AskedRound([0] * len(batch), 0))
 
     def verify(self, batch: Batch, drafted: Drafted) -> Verified:
         if isinstance(drafted, AskedRound):
-            return self._launched(drafted)
+            return self._launched(batch, drafted)
         trees, shape = drafted.trees, self.planner.geometry.shape
         assert trees is not None
         stepwise = isinstance(drafted, HostDrafted) and not isinstance(self._models.config, BlockEngineConfig)
         levels = shape.steps if stepwise else levels_for(shape, max(trees.sizes))
         # If the head is up to date, it runs over the accepted tokens, as if the device had drafted.
         depths = [levels if isinstance(r.head.root, DeviceRoot) and r.head.followed else 0 for r in batch]
-        return self._launched(AskedRound(batch, depths, levels), drafted)
+        return self._launched(batch, AskedRound(depths, levels), drafted)
 
     def commit(self, batch: Batch, lease: core.Lease, verified: Verified) -> None:
         # The device has already moved KV or remapped its table; this brings the pool's books up to date.
         self.planner.commit(lease, batch.seqs, batch.lens, verified.accepts)
 
-    def _launched(self, asked: AskedRound, made: Drafted | None = None) -> LaunchedRound:
+    def _launched(self, batch: Batch, asked: AskedRound, made: Drafted | None = None) -> LaunchedRound:
         """Launch a round with drafts that the device makes, drafts that the host has made, or both."""
-        batch, levels, shape = asked.batch, asked.levels, self.planner.geometry.shape
+        levels, shape = asked.levels, self.planner.geometry.shape
         trees, drafts = None if made is None else made.trees, 0
-        if asked.others is not None:
-            trees, drafts = asked.others, levels
+        if asked.trees is not None:
+            trees, drafts = asked.trees, levels
             levels = united_levels(shape, levels, max(trees.sizes))
         bucket = self._running = self._of(next(b for b in self._sizes if b >= len(batch)))
         # Rounds behind this one may draft deeper. They make no more nodes than their levels have.
@@ -436,7 +436,7 @@ class CudaExecutor(HostExecutor):
         if trees is not None:
             given.set_trees(trees)
         follow = any(asked.depths) or any(r.head.followed and isinstance(r.head.root, BlockRoot) for r in batch)
-        variant = Variant(bucket.batch, levels, follow, edits, trees=trees is not None, drafts=drafts)
+        variant = Variant(levels, follow, edits, trees=trees is not None, drafts=drafts)
         number = bucket.launch(variant)
         launched = LaunchedRound(batch, bucket, number, variant, range(len(batch)))
         return launched if made is None else replace(launched, host_trees=made.trees, host_faults=made.faults)
@@ -453,10 +453,6 @@ class CudaExecutor(HostExecutor):
         variant = replace(variant, loop=bucket.loops(variant))
         number = bucket.again(variant, rounds)
         return LaunchedRound(verified.batch, bucket, number, variant, verified.seats)
-
-    def request_stop(self) -> None:
-        if self._running is not None:
-            self._running.request_stop()
 
     def abandon(self, requests: Sequence[Request]) -> None:
         bucket = self._running

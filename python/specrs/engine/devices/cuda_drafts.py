@@ -105,12 +105,12 @@ class CudaDrafts(HostDrafts):
         deepest = max(able, default=0)
         # Round up to levels that graphs are made for. Each seat knows its own depth.
         levels = min(n for n in drafted_levels(self._geometry.shape) if n >= deepest) if deepest else 0
-        return AskedRound(batch, able, levels)
+        return AskedRound(able, levels)
 
     def unite(self, drafted: Drafted, trees: core.TreeBatch) -> Drafted | None:
         if not isinstance(drafted, AskedRound) or not drafted.levels:
             return None
-        return replace(drafted, others=trees)
+        return replace(drafted, trees=trees)
 
     def _root(self, request: Request) -> Root:
         root = request.head.root

@@ -1,7 +1,7 @@
 """The host's inputs to a round that it launches: the requests, their samplers, and trees if the host has made some.
 
-`Given` writes into pinned memory. A launch begins with the copy of this memory to the device. Rounds behind the
-launched round get nothing from the host: they begin with values on the device.
+A launch begins with their copy to the device. Rounds behind the launched round get nothing from the host: they begin
+with values on the device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from specrs import _specrs as core
-from specrs.engine.devices.memory import STOPS, Arrays, BucketMemory, Roots
+from specrs.engine.devices.memory import STOPS, BucketMemory, Fields, HostInputs, Roots
 from specrs.operands import SamplerArrays
 
 _LEAST_EDITS = 64
@@ -47,28 +47,22 @@ class Given:
     """The host's side of a bucket's inputs.
 
     Attributes:
-        arrays: int32 arrays of the host that `upload` copies, by name.
-        edits: sampling's edits of tokens on the device: tokens, biases and counts. The key is the room for edits.
+        inputs: what `upload` copies.
+        edits: sampling's edits of tokens: tokens, biases and counts. The key is the room for edits.
         samplers: operands of sampling, by the room for edits.
         live: number of requests of the last launch.
-        changing: True if the samplers may change from round to round, so that the host has to set them each time.
     """
 
     def __init__(self, memory: BucketMemory, roots: Roots | None, shape: core.TreeShape) -> None:
         self._memory, self._nothing, self._steps = memory, 0 if roots is None else roots.nothing, shape.steps
-        self._host = torch.zeros(memory.given_layout.words, dtype=torch.int32, pin_memory=True)
-        self.arrays: Arrays = memory.given_layout.of(self._host)
-        self._numbers = {name: array.numpy() for name, array in self.arrays.items()}
+        self.inputs = HostInputs(memory.given_layout, memory.arrays["given"])
         first, (last, words) = memory.given_layout.places["rows"][0], memory.given_layout.places["root_to"]
-        self._seats = self._host[first : last + words].view(-1, memory.batch).numpy()
-        self._host_trees = torch.zeros(memory.trees_layout.words, dtype=torch.int32, pin_memory=True)
-        trees = memory.trees_layout.of(self._host_trees)
-        self._trees = {name: array.numpy() for name, array in trees.items()}
-        self.edits: dict[int, torch.Tensor] = {}
-        self._host_edits: dict[int, torch.Tensor] = {}
+        self._seats = self.inputs.pinned[first : last + words].view(-1, memory.batch).numpy()
+        self._trees = HostInputs(memory.trees_layout, memory.arrays["host trees"])
+        self.edits: dict[int, HostInputs] = {}
         self.samplers: dict[int, SamplerArrays] = {}
         self._drawn_by: tuple[list[core.Sampler], int | None] = [], None  # the samplers that still hold, and their room
-        self.live, self.changing = 0, False
+        self.live = 0
 
     def set_requests(self, seats: Sequence[Seat], nodes: int) -> None:
         """Set the requests of the next launch.
@@ -88,22 +82,21 @@ class Given:
         # The fields of `given_layout` from `rows` on; those of an empty seat are dead values.
         self._seats[:, :live] = np.array(numbers, np.int32).reshape(live, len(self._seats)).T
         self._seats[:, live:] = np.array((-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, nothing, -1), np.int32)[:, None]
-        n = self._numbers
-        n["stops"][: len(stops)] = stops
-        n["tree_offsets"][: live + 1], n["tree_offsets"][live + 1 :] = range(live + 1), live
-        n["live"][0] = live
+        self.inputs.fill("stops", stops, 0)
+        self.inputs.fill("tree_offsets", range(live + 1), live)
+        self.inputs.fill("live", [live], 0)
 
     def set_trees(self, trees: core.TreeBatch) -> None:
         """Set the trees that the next launch verifies, one for each live request. The variant must have host trees."""
-        host, sizes = self._trees, trees.sizes
-        total = sum(sizes)
-        offsets = [*accumulate(sizes, initial=0)]
-        host["tree_offsets"][: len(offsets)], host["tree_offsets"][len(offsets) :] = offsets, total
-        for name, values, dead in (("tree_tokens", trees.tokens, 0), ("tree_parents", trees.parents, -1)):
-            host[name][:total], host[name][total:] = np.from_dlpack(values), dead
-        scores = host["tree_scores"].view(np.float32)
-        scores[:total], scores[total:] = np.from_dlpack(trees.scores), 0.0
-        self._memory.arrays["host trees"].copy_(self._host_trees, non_blocking=True)
+        offsets = [*accumulate(trees.sizes, initial=0)]
+        self._trees.fill("tree_offsets", offsets, offsets[-1])
+        for name, values, dead in (
+            ("tokens", trees.tokens, 0),
+            ("parents", trees.parents, -1),
+            ("scores", trees.scores, 0),
+        ):
+            self._trees.fill(f"tree_{name}", np.from_dlpack(values).view(np.int32), dead)
+        self._trees.upload()
 
     def set_samplers(self, samplers: Sequence[core.Sampler], moving: bool) -> int | None:
         """Set the samplers of the next launch, and return the variant's ``edits``.
@@ -121,7 +114,7 @@ class Given:
         sampled, penalised = (bool(words[:, column].any()) for column in (_INV_TEMPERATURE, _PENALISED))
         room = None
         if used or sampled or penalised:
-            numbers = self._numbers
+            numbers = self.inputs.host
             numbers["sampling"][: live * 12] = words.reshape(-1)
             numbers["edit_begins"][:live], numbers["edit_counts"][:live] = arrays["edit_begins"], arrays["edit_counts"]
             room = _LEAST_EDITS
@@ -130,12 +123,10 @@ class Given:
             if room not in self.edits:
                 self._make_room(room)
             if used:
-                host = self._host_edits[room]
-                for i, part in enumerate(edits):
-                    host.numpy()[i * room : i * room + used] = part.view(np.int32)
-                self.edits[room].copy_(host, non_blocking=True)
-        # Samplers without penalties and biases do not change. Biases alone need no new upload for the same samplers.
-        self.changing = bool(used or penalised)
+                for part, values in zip(self.edits[room].host.values(), edits, strict=True):
+                    part[:used] = values.view(np.int32)
+                self.edits[room].upload()
+        # Samplers without penalties need no new upload for the same requests.
         self._drawn_by = ([] if penalised or moving else list(samplers)), room
         return room
 
@@ -147,10 +138,10 @@ class Given:
 
     def _make_room(self, room: int) -> None:
         """Allocate memory for ``room`` edits."""
-        given = self._memory.given
-        self._host_edits[room] = torch.zeros(3 * room, dtype=torch.int32, pin_memory=True)
-        self.edits[room] = there = torch.zeros(3 * room, dtype=torch.int32, device=given["rows"].device)
-        tokens, biases, outputs = there.view(3, room)
+        given, layout = self._memory.given, Fields(tokens=room, biases=room, outputs=room)
+        there = torch.zeros(layout.words, dtype=torch.int32, device=given["rows"].device)
+        self.edits[room] = HostInputs(layout, there)
+        tokens, biases, outputs = self.edits[room].there.values()
         self.samplers[room] = SamplerArrays(
             rows=given["sampling"].view(torch.int64).view(self._memory.batch, 6), edit_begins=given["edit_begins"],
             edit_counts=given["edit_counts"], edit_tokens=tokens, edit_biases=biases.view(torch.float32),
@@ -159,4 +150,4 @@ class Given:
 
     def upload(self) -> None:
         """Copy the inputs to the device, except trees and edits, whose copies have already been started."""
-        self._memory.arrays["given"].copy_(self._host, non_blocking=True)
+        self.inputs.upload()

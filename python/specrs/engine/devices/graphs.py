@@ -123,7 +123,7 @@ class Bucket:
         logits: the last round's logits, a row for each node.
         rounds: number of rounds launched so far. For a loop under way, only rounds that the host knows of count.
         looping: True if a loop may be under way.
-        overtaken: True if another pass of the target has run behind the last round and overwritten its logits.
+        overtaken: True if another pass of the target has run behind the last round.
         graphs: captured rounds by variant.
     """
 
@@ -186,10 +186,13 @@ class Bucket:
         self.models.format.check_guards(dense.stream)
         return self.memory.results[ring.slot(number)]
 
-    def followed_by(self, number: int) -> int | None:
-        """Wait for a round of a loop, and return the round that the device began by itself behind it, if any."""
-        if not self.looping or number != self.rounds - 1:
+    def followed_by(self, number: int, goes_on: bool) -> int | None:
+        """Wait for the last round, if it is of a loop, and return the round that the device began by itself behind it,
+        if any. Unless the loop ``goes_on``, it ends with its current round."""
+        if not self.looping:
             return None
+        if not goes_on:
+            self.memory.ring.ask_stop()
         header = self.collect(number)["header"]
         if int(header[self.memory.ring.continues]):
             self.rounds = number + 2
@@ -202,17 +205,8 @@ class Bucket:
         return bool(int(self.collect(number)["header"][self.memory.ring.exit]) & ~_BUDGET)
 
     def holds(self, number: int) -> bool:
-        """Return whether device memory of rounds (`Launches.root_logits`) still has what this round left there."""
-        return not self.looping and number == self.rounds - 1
-
-    def holds_logits(self, number: int) -> bool:
-        """Return whether `logits` still has this round's logits."""
-        return self.holds(number) and not self.overtaken
-
-    def request_stop(self) -> None:
-        """Have a loop under way, if any, end with its current round."""
-        if self.looping:
-            self.memory.ring.ask_stop()
+        """Return whether `logits` and `Launches.root_logits` still have what this round left there."""
+        return number == self.rounds - 1 and not (self.looping or self.overtaken)
 
     def settle(self) -> None:
         """Stop a loop, wait for everything that was launched, and forget the errors of its kernels."""

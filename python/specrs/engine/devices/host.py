@@ -49,14 +49,14 @@ class HostVerified(ScoredPass):
     trees: core.TreeBatch
     accepts: core.Accepts
     faults: Sequence[tuple[core.NonFiniteError, int]]
-    lost: Sequence[int] = ()
+    lost: bool = False
     origins: None = None
-    ahead = 0  # the host plans every round by the lengths that the last one gave
+    ahead = 0
 
     def of(self, batch: Batch, rows: Sequence[int]) -> HostVerified:
         return self
 
-    def following(self) -> None:
+    def following(self, goes_on: bool) -> None:
         return None
 
     def likeliest(self, requests: Sequence[int], count: int) -> list[tuple[list[int], list[list[int]]]]:
@@ -83,9 +83,10 @@ class HostExecutor:
         cache: the target's KV, in the pool's pages.
         drafts: the head's passes; ``None`` without a head.
         launched: as `Executor.launched`.
+        ahead: as `Executor.ahead`.
     """
 
-    launched = False
+    launched = ahead = False
 
     def __init__(
         self,
@@ -182,9 +183,6 @@ class HostExecutor:
 
     def launch(self, verified: Verified, rounds: int, levels: int) -> Verified | None:
         return None
-
-    def request_stop(self) -> None:
-        """Do nothing, because the host begins no round by itself."""
 
     def abandon(self, requests: Sequence[Request]) -> None:
         """Do nothing, because a failed round of the host has changed nothing."""

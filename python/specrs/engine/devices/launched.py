@@ -36,17 +36,14 @@ class AskedRound:
     """Drafts that `CudaExecutor.verify` launches together with their verification.
 
     Attributes:
-        batch: the requests of the round.
         depths: the depth to which each request drafts; 0 for no drafts.
         levels: levels of drafts that the round runs; 0 without drafts.
-        others: the host's trees that the device unites with the drafts; ``None`` without.
+        trees: trees of the host that the device unites with the drafts; ``None`` without.
     """
 
-    batch: Batch
     depths: list[int]
     levels: int
-    others: core.TreeBatch | None = None
-    trees = None  # the device builds them
+    trees: core.TreeBatch | None = None
     faults = ()
 
 
@@ -84,21 +81,6 @@ class LaunchedRound:
             raise RuntimeError(f"round {self.number} began at positions {starts}, its requests at {self.batch.lens}")
         return found
 
-    def _held(self, what: str, held: bool) -> Bucket:
-        """Return the bucket if its device memory still has what this round left there (``held``).
-
-        Raises:
-            StaleOutputError: a later round or pass has overwritten it.
-        """
-        bucket = self.bucket
-        if not held:
-            what = f"{what} of round {self.number} of the bucket of {bucket.batch} requests"
-            current = bucket.rounds - 1
-            error = core.StaleOutputError(f"{what}: round {current}, or a pass behind it, has overwritten it")
-            error.what, error.held, error.current = what, self.number, current
-            raise error
-        return bucket
-
     def of(self, batch: Batch, rows: Sequence[int]) -> LaunchedRound:
         if len(rows) == len(self.seats):
             return replace(self, batch=batch)
@@ -106,15 +88,12 @@ class LaunchedRound:
 
     @property
     def ahead(self) -> int:
-        bucket, variant = self.bucket, self.variant
-        if bucket.given.changing or variant.trees or bucket.models.config.graphs == "off":
-            return 0
-        if not variant.loop:
-            return MOST_AHEAD if bucket.loops(variant) else 1
-        return 0 if bucket.ended(self.number) else MOST_AHEAD
+        if self.variant.loop:
+            return 0 if self.bucket.ended(self.number) else MOST_AHEAD
+        return MOST_AHEAD if self.bucket.loops(self.variant) else 1
 
-    def following(self) -> LaunchedRound | None:
-        number = self.bucket.followed_by(self.number)
+    def following(self, goes_on: bool) -> LaunchedRound | None:
+        number = self.bucket.followed_by(self.number, goes_on)
         return None if number is None else replace(self, number=number)
 
     @cached_property
@@ -163,8 +142,17 @@ class LaunchedRound:
         return self._logits([first + row for row in rows])
 
     def _logits(self, rows: list[int]) -> torch.Tensor:
-        """Copy the logits of some rows of the pass to the host."""
-        bucket = self._held("logits", self.bucket.holds_logits(self.number))
+        """Copy the logits of some rows of the pass to the host.
+
+        Raises:
+            StaleOutputError: a later round or pass has overwritten them.
+        """
+        bucket = self.bucket
+        if not bucket.holds(self.number):
+            what, current = f"logits of round {self.number} of the bucket of {bucket.batch} requests", bucket.rounds - 1
+            error = core.StaleOutputError(f"{what}: round {current}, or a pass behind it, has overwritten it")
+            error.what, error.held, error.current = what, self.number, current
+            raise error
         return bucket.logits[rows].to("cpu", torch.float32)
 
     def _of_seats(
@@ -186,8 +174,8 @@ class LaunchedRound:
         return [faults[seat] != 0 for seat in self.seats]
 
     @property
-    def lost(self) -> list[int]:
-        return [] if self.bucket.holds_logits(self.number) else [i for i, faulty in enumerate(self._faulty) if faulty]
+    def lost(self) -> bool:
+        return not self.bucket.holds(self.number) and any(self._faulty)
 
     @cached_property
     def faults(self) -> list[tuple[core.NonFiniteError, int]]:
@@ -207,7 +195,7 @@ class LaunchedRound:
         return root.start if isinstance(root, DeviceRoot) else self.batch.lens[request]
 
     def likeliest(self, requests: Sequence[int], count: int) -> list[tuple[list[int], list[list[int]]]] | None:
-        if not self.bucket.holds_logits(self.number):
+        if not self.bucket.holds(self.number):
             return None  # a later round or pass may have overwritten the logits
         return likeliest(self.trees, self.starts, self.bucket.logits, requests, count)
 

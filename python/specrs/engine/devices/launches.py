@@ -42,7 +42,6 @@ class Variant:
     """A kind of round. Each variant has a CUDA graph of its own.
 
     Attributes:
-        batch: number of seats.
         levels: levels of the trees; 0 for a round of roots alone.
         follow: True if the head runs over the accepted tokens, by the features of the target's pass. A head of blocks
             does in rounds of roots alone too.
@@ -52,7 +51,6 @@ class Variant:
         drafts: levels that the device drafts and unites with the host's trees; 0 if it unites nothing.
     """
 
-    batch: int
     levels: int
     follow: bool
     edits: int | None

@@ -9,11 +9,13 @@ there. `Models` has everything that all buckets share: both models, their KV, `R
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, cast
 
 import torch
+from numpy.typing import ArrayLike
 from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
@@ -153,6 +155,30 @@ class Fields:
     def of(self, memory: torch.Tensor) -> Arrays:
         """Return the named arrays as views of ``memory``."""
         return {name: memory[first : first + n] for name, (first, n) in self.places.items()}
+
+
+class HostInputs:
+    """Named int32 inputs that the host writes into pinned memory, and copies to the device at once.
+
+    Attributes:
+        pinned: the memory of the host.
+        host: its arrays, by name.
+        there: the same arrays on the device.
+    """
+
+    def __init__(self, layout: Fields, device: torch.Tensor) -> None:
+        self.pinned, self._device = torch.zeros(layout.words, dtype=torch.int32, pin_memory=True), device
+        self.host = {name: array.numpy() for name, array in layout.of(self.pinned).items()}
+        self.there = layout.of(device)
+
+    def fill(self, name: str, values: ArrayLike, dead: int) -> None:
+        """Set the first values of an array, and all behind them to ``dead``."""
+        array, live = self.host[name], len(cast(Sequence[int], values))
+        array[:live], array[live:] = values, dead
+
+    def upload(self) -> None:
+        """Copy all arrays to the device in stream order. The host must not write them before the copy is over."""
+        self._device.copy_(self.pinned, non_blocking=True)
 
 
 def given_layout(batch: int) -> Fields:

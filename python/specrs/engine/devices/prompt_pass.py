@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from specrs import _specrs as core
 from specrs.engine.devices.graphs import Graphs
-from specrs.engine.devices.memory import Fields, Models
+from specrs.engine.devices.memory import Fields, HostInputs, Models
 from specrs.models.cuda import DevicePlan
 from specrs.models.features import FeatureRows
 from specrs.operands import PlanArrays
@@ -32,8 +32,7 @@ class PassInputs:
         more: numbers of words of further inputs, by name.
 
     Attributes:
-        host: int32 arrays of the host that `set` copies, by name.
-        there: the same arrays on the device.
+        there: the arrays on the device, by name.
     """
 
     def __init__(self, models: Models, batch: int, rows: int, **more: int) -> None:
@@ -44,12 +43,10 @@ class PassInputs:
         )  # fmt: skip
         self._batch, self._format, self._page_size = batch, models.format, models.geometry.page_size
         self._num_pages = models.num_pages
-        self._pinned = torch.zeros(layout.words, dtype=torch.int32, pin_memory=True)
-        self._device = torch.zeros(layout.words, dtype=torch.int32, device=cuda)
+        self._inputs = HostInputs(layout, torch.zeros(layout.words, dtype=torch.int32, device=cuda))
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.host = {name: array.numpy() for name, array in layout.of(self._pinned).items()}
-        self.there = layout.of(self._device)
-        self._table = self.host["table"].reshape(batch, columns)
+        self.there = self._inputs.there
+        self._table = self._inputs.host["table"].reshape(batch, columns)
         queries = min(rows, batch * models.geometry.max_context_len)
         self._rows = torch.arange(batch, dtype=torch.int32, device=cuda)
         self._versions = torch.zeros(batch, dtype=torch.int64, device=cuda)
@@ -111,11 +108,10 @@ class PassInputs:
             "starts": (starts, int(starts[-1])),
         }
         for name, (some, dead) in (planned | values).items():
-            array, live = self.host[name], len(cast(Sequence[int], some))
-            array[:live], array[live:] = some, dead
+            self._inputs.fill(name, some, dead)
         pages = np.from_dlpack(plan.page_table())
         self._table[: len(pages), : pages.shape[1]] = pages
-        self._device.copy_(self._pinned, non_blocking=True)
+        self._inputs.upload()
         self._copied.record()
 
 

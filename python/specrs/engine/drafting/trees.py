@@ -31,8 +31,8 @@ class Drafted(Protocol):
 
     @property
     def trees(self) -> TreeBatch | None:
-        """The trees; ``None`` if the device builds them when it verifies them. Getting this object waits for nothing;
-        reading it may wait for the device."""
+        """The trees, or those of the host that a device unites with its own; ``None`` if the device builds all when it
+        verifies them. Getting this object waits for nothing; reading it may wait for the device."""
 
     @property
     def faults(self) -> Sequence[tuple[NonFiniteError, int]]:

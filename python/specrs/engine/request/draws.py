@@ -109,7 +109,8 @@ class Draws:
     @property
     def varies(self) -> bool:
         """True if the next round may begin before this one's end, or draw by another sampler."""
-        return self.grammar is not None or bool(self._words) or len(self._output) < self._least
+        words = bool(self._words) or len(self._output) < self._least
+        return words or self._penalised or self.grammar is not None
 
     @property
     def complete(self) -> bool:

@@ -54,22 +54,22 @@ class Verified(Pass, VerifiedTrees, Protocol):
         """Faults of the drafts, as in `Drafted.faults`."""
 
     @property
-    def lost(self) -> Sequence[int]:
-        """Requests whose scores were not finite and whose error is unknown, because the device ran on and overwrote the
-        scores. These requests stay as they were before the round, and run it again."""
+    def lost(self) -> bool:
+        """True if some scores were not finite, and the device ran on and overwrote them, so that nobody can tell the
+        error. The round has to run again, with none behind it."""
 
     def of(self, batch: Batch, rows: Sequence[int]) -> Verified:
         """Return the results for ``rows`` of the round's batch. The requests of these rows are now ``batch``."""
 
-    # A device may run ahead of the host: the next round begins before anybody has read the results of the last one, if
-    # it needs nothing from the host.
+    # For `Executor.launch`.
 
     @property
     def ahead(self) -> int:
-        """How many rounds of the same requests can be launched behind this one, the last one launched."""
+        """How many rounds of the same requests one launch behind this one, the last one launched, may have."""
 
-    def following(self) -> Verified | None:
-        """Wait for this round, and return the round that the device has begun by itself behind it, if any."""
+    def following(self, goes_on: bool) -> Verified | None:
+        """Wait for this round, and return the round that the device has begun by itself behind it, if any. Unless it
+        ``goes_on``, the device begins no other by itself."""
 
 
 class DraftExecutor(Protocol):
@@ -142,6 +142,11 @@ class Executor(Protocol):
         the host does not see are decided before a round."""
 
     @property
+    def ahead(self) -> bool:
+        """True if the device can begin a round before anybody has read the results of the last one (`launch`), if the
+        round needs nothing from the host."""
+
+    @property
     def tail(self) -> int | None:
         """Positions that the head reads of a request before its first draft; ``None`` if its attention can begin at no
         other position than a request's first."""
@@ -173,7 +178,7 @@ class Executor(Protocol):
     def commit(self, batch: Batch, lease: Lease, verified: Verified) -> None:
         """Move the KV of each accepted path to the end of its request's prefix. The lease can be committed after."""
 
-    # Rounds ahead of the host (`Verified.ahead`).
+    # Rounds ahead of the host: only of an executor that is `ahead`.
 
     def launch(self, verified: Verified, rounds: int, levels: int) -> Verified | None:
         """Launch up to ``rounds`` rounds like this one behind it, whose pages are leased.
@@ -184,9 +189,6 @@ class Executor(Protocol):
         Returns:
             The first of the new rounds; ``None`` if it cannot be launched now.
         """
-
-    def request_stop(self) -> None:
-        """Tell the device to begin no further round by itself, because the host waits for what is in flight."""
 
     def abandon(self, requests: Sequence[Request]) -> None:
         """Give up rounds in flight, and wait for them to end. The host's books undo their effect on the requests."""

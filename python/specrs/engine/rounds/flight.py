@@ -27,38 +27,30 @@ class Flight:
     """Rounds of a batch that are in flight.
 
     Attributes:
-        plan: the plan of the last launched round.
-        trees: as of `RoundOutcome.trees`; nothing is launched behind a round that has some.
+        requests: the requests of the batch, in the order of its rows.
         lease: the pages of every round.
         lens: positions of each sequence that the lease has committed.
         need: positions behind the committed ones that a round may write, per request.
         longest: positions that a round commits at most, per request.
-        rounds: launched rounds that are not collected, the oldest first, each with its plan.
         observers: the observers that were told of the first round's pages, and are told of its results.
-        closed: True if no further round may be launched.
-        dropped: rows of the batch whose requests have ended or were lost; later results for them are dropped.
-        ended: time when the last collected round ended, or the first one began.
+        rounds: launched rounds that are not collected, the oldest first, each with its plan.
+        trees: as of `RoundOutcome.trees`.
+        ahead: True if rounds may be launched behind one that is not collected.
+        dropped: rows of the batch whose requests have ended; later results for them are dropped.
+        ended: time when the last collected round ended; ``None`` until the first one is collected.
     """
 
-    plan: RoundPlan
-    trees: HostTrees | None
+    requests: list[Request]
     lease: Lease
     lens: list[int]
     need: int
     longest: int
-    rounds: deque[tuple[RoundPlan, Verified]]
     observers: Sequence[RoundObserver]
-    closed: bool
+    rounds: deque[tuple[RoundPlan, Verified]] = field(default_factory=deque)
+    trees: HostTrees | None = None
+    ahead: bool = False
     dropped: set[int] = field(default_factory=set)
-    ended: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.ended = self.plan.began
-
-    @property
-    def requests(self) -> list[Request]:
-        """The requests of the batch, in the order of its rows."""
-        return self.plan.batch.requests
+    ended: float | None = None
 
     def carries(self, requests: list[Request]) -> bool:
         """Return whether the flight's batch consists of these requests, in this order."""
@@ -85,16 +77,14 @@ class Flight:
     # -- ahead of the host: not used on a device that plans every round by the results of the last one -----------------
 
     def launch_ahead(self, executor: Executor, drafting: Drafting, stays: bool) -> None:
-        """Launch rounds behind the last one if possible.
+        """Launch rounds behind the last one if possible; else the flight ends with those that have begun.
 
         Args:
             stays: True if the next round is likely to have the same batch.
         """
-        if self.take_following() or not stays or self.closed or len(self.rounds) > 1:
-            return
-        _, last = self.rounds[-1]
-        most = last.ahead
-        plan = drafting.behind(self.plan, *self.batch()) if most else None
+        last, verified = self.rounds[-1]
+        plan = self._behind(last, drafting) if self.ahead and stays else None
+        most = 0 if self.take_following(plan is not None) or plan is None else verified.ahead
         while plan is not None and most:
             try:
                 self.lease.renew(self.reach(most))
@@ -103,18 +93,26 @@ class Flight:
                 continue
             if len(copies := self.lease.copies):
                 executor.copy(copies)
-            launched = executor.launch(last, most, plan.levels)
+            launched = executor.launch(verified, most, plan.levels)
             if launched is not None:
-                self.plan = plan
                 self.rounds.append((plan, launched))
             return
 
-    def take_following(self) -> bool:
-        """Note the round that the device has begun by itself behind the last one, if any."""
-        if len(self.rounds) > 1:
-            return False  # asking waits for the last round, and another one is to be collected now
+    def _behind(self, last: RoundPlan, drafting: Drafting) -> RoundPlan | None:
+        """Return the plan of a round behind the last one, before its outcome is known; ``None`` if the next round has
+        to wait for that."""
+        batch, rows = self.batch()
+        plan = drafting.behind(last, batch, rows)
+        # Other sources were asked for the first round of the flight just now.
+        if plan is not None and self.ended is not None and drafting.others_know_better(last, batch, rows):
+            return None
+        return plan
+
+    def take_following(self, goes_on: bool = False) -> bool:
+        """Note the round that the device has begun by itself behind the last one, if any; it begins more if it
+        ``goes_on``."""
         plan, last = self.rounds[-1]
-        following = last.following()
+        following = last.following(goes_on)
         if following is not None:
             self.rounds.append((plan, following))
         return following is not None

@@ -9,7 +9,6 @@ request ends with its error and the pass goes on without it. `Executor` does the
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -67,7 +66,6 @@ class Runner:
         self.scored_rows = min(max(rows, _LEAST_SCORED), _MOST_SCORED)
         self._flight: Flight | None = None
         self._collected: list[Passed] = []  # results that no caller has received yet
-        self._alone = False  # no round is launched behind the next one
 
     def calibrate(self) -> None:
         """Measure the passes for the cost model, if one decides (some hundred milliseconds at worst)."""
@@ -100,7 +98,7 @@ class Runner:
         batch, counts = Batch([r for r, _ in chunks]), [n for _, n in chunks]
         # The last position of a new prompt gives its first token. A resumed request already knows its next token.
         drawing = [i for i, r in enumerate(batch) if r.committed + counts[i] == len(r.tokens)]
-        lease = self._prefill_lease(batch, counts)
+        lease = self.pages.lease(batch, counts)
         # An error of a kernel may belong to a round in flight, so an error gives up the flight too.
         with _naming(batch.requests), self._abandoning(), lease:
             prefilled = self.executor.prefill(batch, counts, drawing)
@@ -153,15 +151,6 @@ class Runner:
         tokens = r.tokens[first + rows.start : first + rows.stop]
         return of_rows(prefilled.logits(i, rows), tokens, most, self.spell)
 
-    def _prefill_lease(self, batch: Batch, counts: Sequence[int]) -> core.Lease:
-        try:
-            return self.pages.lease(batch, counts)
-        except core.PoolExhaustedError:
-            if self._flight is None:
-                raise
-        self._collect_flight(self._flight)  # frees the pages that were leased for later rounds
-        return self.pages.lease(batch, counts)
-
     def round(self, reqs: Sequence[Request], stays: bool = True) -> list[Passed]:
         """Draft a tree for each request, verify it, and commit the accepted tokens.
 
@@ -184,12 +173,11 @@ class Runner:
     def collect(self) -> list[Passed]:
         """Collect every round in flight. The result begins with the rounds that a failed step had collected."""
         if self._flight is not None:
-            self._collect_flight(self._flight)
+            with _naming(self._flight.requests), self._abandoning():
+                while self._flight is not None:
+                    self._flight.take_following()
+                    self._collect(self._flight)
         return self._news()
-
-    def _collect_flight(self, flight: Flight) -> None:
-        with _naming(flight.requests), self._abandoning():
-            self._collect_all(flight)
 
     def abandon(self) -> None:
         """Give up the rounds in flight. Their requests are as the last collected round left them."""
@@ -226,9 +214,10 @@ class Runner:
     def _launch(self, batch: Batch, plan: RoundPlan) -> Flight:
         """Launch a round: lease its pages, launch its drafts, and launch the target's pass over the drafts."""
         plan, lease, need = self._round_lease(plan)
-        with _naming(batch.requests), self._rolled_back(batch, lease):
+        longest, observers = self.config.deepest + 1 if plan.drafts else 1, list(self.observers)
+        self._flight = flight = Flight(batch.requests, lease, batch.lens, max(need), longest, observers)
+        with _naming(batch.requests), self._abandoning():
             self.drafting.catch_up(plan.drafting, len(batch))
-            observers = list(self.observers)
             for o in observers:
                 positions = [n + more for n, more in zip(batch.lens, need, strict=True)]
                 o.reserved(batch.requests, positions, speculative=plan.drafts)
@@ -236,13 +225,11 @@ class Runner:
             if plan.head is not None and self.head is not None:
                 drafted = self.head.draft(plan)
             verified = self.executor.decode(batch) if drafted is None else self.executor.verify(batch, drafted)
-            trees = drafted if isinstance(drafted, HostTrees) else plan.trees
-            closed = self._alone or bool(observers or trees) or any(r.needs_sync for r in batch)
-            self._alone = False
-            longest, rounds = self.config.deepest + 1 if plan.drafts else 1, deque([(plan, verified)])
-            self._flight = flight = Flight(
-                plan, trees, lease, batch.lens, max(need), longest, rounds, observers, closed
-            )
+        flight.rounds.append((plan, verified))
+        flight.trees = drafted if isinstance(drafted, HostTrees) else plan.trees
+        hosted = drafted is not None and drafted.trees is not None
+        waits = hosted or bool(observers) or any(r.needs_sync for r in batch)
+        flight.ahead = self.executor.ahead and not waits
         return flight
 
     def _round_lease(self, plan: RoundPlan) -> tuple[RoundPlan, core.Lease, list[int]]:
@@ -266,50 +253,32 @@ class Runner:
         with _naming(flight.requests), self._abandoning():
             flight.launch_ahead(self.executor, self.drafting, stays)
             self._collect(flight)
-            if flight.dropped:
-                self._collect_all(flight)
-        return self._news()
-
-    def _collect_all(self, flight: Flight) -> None:
-        self.executor.request_stop()
-        while flight.rounds:
-            flight.take_following()
-            self._collect(flight)
+        return self.collect() if flight.dropped else self._news()
 
     def _collect(self, flight: Flight) -> None:
         """Commit the tokens that the oldest round accepted, and learn from the outcome of its drafts."""
         batch, rows = flight.batch()
         plan, verified = flight.rounds.popleft()
         verified = verified.of(batch, rows)
-        if rows and verified.lost:
-            batch, rows, verified = self._without_lost(flight, batch, rows, verified)
         if not rows:
-            self._end_flight(flight)
+            if not flight.rounds:
+                flight.lease.commit(flight.lens)
+                self._flight = None
+            return
+        if verified.lost:
+            self.abandon()
+            self._collect(self._launch(batch, RoundPlan(batch)))  # nothing runs behind it before its scores are read
             return
         passed = self._commit(flight, batch, rows, verified)
+        if self.head is not None and not flight.rounds:
+            self.head.after_round(batch, [plan.head is not None and plan.head[row] for row in rows])
         for o in flight.observers:
             o.ended()
         began, flight.ended = flight.ended, time.perf_counter()
-        # A device has waited for the first round of a flight to be planned, unless it waits for every round.
-        waited = self.executor.launched and began == plan.began and not flight.closed
-        seconds = None if waited else flight.ended - began
+        if began is None and not flight.ahead:
+            began = plan.began  # else a device has waited for the plan of the flight's first round
+        seconds = None if began is None else flight.ended - began
         self.drafting.observe(RoundOutcome(plan, flight.trees, rows, passed, verified, seconds))
-        if flight.rounds and not flight.closed and self.drafting.others_know_better(flight.plan, *flight.batch()):
-            flight.closed = True  # the next round verifies the host's drafts, made from these tokens
-            self.executor.request_stop()
-
-    def _without_lost(
-        self, flight: Flight, batch: Batch, rows: list[int], verified: Verified
-    ) -> tuple[Batch, list[int], Verified]:
-        """Return a round's results without requests whose scores are lost. These requests run the round again."""
-        lost = set(verified.lost)
-        flight.dropped |= {rows[i] for i in lost}
-        self._alone = True  # keeps the scores of the repeated round readable
-        for i in lost:
-            batch.requests[i].head.root = None  # the head has run on
-        kept = [i for i in range(len(batch)) if i not in lost]
-        batch, rows = Batch([batch.requests[i] for i in kept]), [rows[i] for i in kept]
-        return batch, rows, verified.of(batch, kept) if rows else verified
 
     def _commit(self, flight: Flight, batch: Batch, rows: Sequence[int], verified: Verified) -> list[Passed]:
         """Give each request the tokens that a round accepted. No request changes before all results are read."""
@@ -332,7 +301,6 @@ class Runner:
         flight.lens = lens
         # No request has changed up to here. From here to the head's features, nothing is called that can fail.
         for error, sound in verified.faults:
-            flight.closed = True  # a new round has to begin without drafts of this request
             if batch.requests[error.request].head.followed:  # rounds in flight report the same fault again
                 batch.requests[error.request].give_up_drafts(sound, error)
         passed = [
@@ -351,9 +319,6 @@ class Runner:
                     r.head.root = None  # the head may have run beyond what stands
         for o in flight.observers:
             o.committed(kept)
-        if self.head is not None and not flight.rounds:
-            head = flight.plan.head or [False] * len(flight.requests)
-            self.head.after_round(batch, [head[row] for row in rows])
         return passed
 
     def _traced(
@@ -375,12 +340,6 @@ class Runner:
         trees = [DraftTree.of(tree.tokens, tree.parents, path, names, tree.sources) for tree, path in made]
         return dict(zip(wanted, trees, strict=True))
 
-    def _end_flight(self, flight: Flight) -> None:
-        """End the flight if the round that was collected was the last. That round gave no request any result."""
-        if not flight.rounds:
-            flight.lease.commit(flight.lens)
-            self._flight = None
-
     @contextmanager
     def _abandoning(self) -> Iterator[None]:
         """Give up the rounds in flight if the block raises."""
@@ -389,19 +348,6 @@ class Runner:
         except BaseException as error:
             with _noted(error):
                 self.abandon()
-            raise
-
-    @contextmanager
-    def _rolled_back(self, batch: Batch, lease: core.Lease) -> Iterator[None]:
-        """Give the pages of a round back if the block, which launches it, raises."""
-        try:
-            yield
-        except BaseException as error:
-            with _noted(error):
-                try:
-                    self.executor.abandon(batch.requests)
-                finally:
-                    lease.rollback()
             raise
 
 
