@@ -32,6 +32,7 @@ class Seat(NamedTuple):
         limit: the committed length at which the request ends.
         first_page: the column of the page table at which the head's KV begins.
         stops: the tokens at which the request ends.
+        heat: the factor on scores of the request's drafts, if a head of blocks drafts them.
     """
 
     row: int
@@ -41,6 +42,7 @@ class Seat(NamedTuple):
     limit: int
     first_page: int = 0
     stops: Collection[int] = ()
+    heat: float = 1.0
 
 
 class Given:
@@ -80,7 +82,7 @@ class Given:
         """
         self.live = live = len(seats)
         nothing, numbers, stops = self._nothing, [], []
-        for row, length, root, depth, limit, page, ends in seats:
+        for row, length, root, depth, limit, page, ends, _ in seats:
             few = list(ends)[:STOPS]  # the host checks the others
             stops += few + [0] * (STOPS - len(few))
             cap, at, to = (self._steps, row, row) if depth > 0 else (0, nothing, -1)
@@ -91,6 +93,7 @@ class Given:
         n = self._numbers
         n["stops"][: len(stops)] = stops
         n["tree_offsets"][: live + 1], n["tree_offsets"][live + 1 :] = range(live + 1), live
+        n["heats"].view(np.float32)[:live] = [seat.heat for seat in seats]
         n["live"][0] = live
 
     def set_trees(self, trees: core.TreeBatch) -> None:
