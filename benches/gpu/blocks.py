@@ -1,9 +1,9 @@
 """Heads that draft all levels in one pass on a GPU: seconds of their rounds beside plain ones.
 
 Weights are random, and the target has the shape of Llama-3.2-1B. Drafts of a random head are hardly ever accepted: what
-is measured is how long a round takes with a block's drafts, and the part of it that drafts (`CudaBlocks.lists` and the
-making of trees). Of a Markov head also what drafting takes where the scores behind each prefix are made level by level,
-instead of all pairs of tokens at once, and where there are none. Tokens must be those of plain decoding.
+is measured is how long a round takes with a block's drafts: with trees that the round makes on the device, and with
+trees of the host, of which also the part that drafts is measured (`CudaBlocks.lists` and the making of trees). Tokens
+must be those of plain decoding.
 
     python benches/gpu/blocks.py [--json FILE] [--rounds 24] [--batches 1,8] [--context 1024]
 """
@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,11 @@ import reference_blocks
 from common import commit, versions
 from reference_blocks import Block
 from specrs import LLM
+from specrs.engine.devices.block_lists import BlockTrees
 from specrs.measuring.machine import driver
 from specrs.measuring.rounds import random_prompts, rounds, steady
 from specrs.measuring.shapes import shape_config
 from specrs.models import LlamaModel, ModelConfig
-from specrs.models.path_heads import MarkovHead
 
 HEAD = Block(
     rows=16, mask=3, hidden=2048, target_hidden=2048, heads=32, kv_heads=8, head_dim=64, inner=8192, vocab=128256,
@@ -97,22 +98,19 @@ def main() -> None:
                 "max_context_len": args.context + 8 * args.rounds + batch * args.context // 2048 + 256,
             }  # fmt: skip
             wanted: list[list[int]] = []
-            for name in ("plain", *FORMS):
+            for name, trees in (("plain", "none"), *((name, made) for name in FORMS for made in ("device", "host"))):
                 extra: dict[str, Any] = {"speculative": False} if name == "plain" else {"tree": TREES[name]}
-                with LLM(root / "target", None if name == "plain" else root / name, **options, **extra) as llm:
+                made = mock.patch.object(BlockTrees, "of", return_value=None) if trees == "host" else nullcontext()
+                with made, LLM(root / "target", None if name == "plain" else root / name, **options, **extra) as llm:
                     rounds(llm, [p[:64] for p in prompts], args.rounds)  # makes the rounds' graphs
                     tokens, figures = steady(llm, prompts, args.rounds)
-                    row = {"form": name, "batch": batch, **figures}
+                    row = {"form": name, "trees": trees, "batch": batch, **figures}
                     if name == "plain":
                         wanted = tokens
                     else:
-                        row |= {"tree": TREES[name], "drafting_ms": round(drafting(llm, batch) * 1e3, 3)}
-                        head: Any = llm._runner.executor.drafts.head
-                        if head.path_head is not None:
-                            with mock.patch.object(MarkovHead, "pairs", False):
-                                row["drafting_ms_level_by_level"] = round(drafting(llm, batch) * 1e3, 3)
-                            head.path_head = None
-                            row["drafting_ms_but_for_prefixes"] = round(drafting(llm, batch) * 1e3, 3)
+                        row["tree"] = TREES[name]
+                        if trees == "host":
+                            row["drafting_ms"] = round(drafting(llm, batch) * 1e3, 3)
                         short = [min(map(len, pair)) for pair in zip(tokens, wanted, strict=True)]
                         row["same_tokens"] = all(a[:n] == b[:n] for a, b, n in zip(tokens, wanted, short, strict=True))
                 rows.append(row)

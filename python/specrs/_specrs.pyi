@@ -11,7 +11,9 @@ from typing_extensions import Self
 from specrs.operands import (
     AcceptArrays,
     BeamArrays,
+    BlockArrays,
     BuiltTrees,
+    ListArrays,
     MoveArrays,
     PlanArrays,
     RoundFound,
@@ -1896,6 +1898,69 @@ def _device_tree_unite(
     [batch + 1]), tokens, parents and scores (float32) of batch * V entries (`ScoredTrees`, or `BuiltTrees`). Equal
     paths are one node. `roots` and `max_nodes` are int32 [batch]; `trees` and `masks` as for `_device_tree_build`;
     `origins` (int32) says whose a node is, bit 0 of `own`, bit 1 of `other`.
+    """
+
+def _device_block_rows(
+    *,
+    rows: SupportsIndex,
+    skipped: SupportsIndex,
+    context: SupportsIndex,
+    most: SupportsIndex,
+    mask_token: SupportsIndex,
+    lens: _Tensor,
+    roots: _Tensor,
+    depths: _Tensor,
+    nodes: _Tensor,
+    heats: _Tensor,
+    live: _Tensor | None,
+    blocks: BlockArrays,
+    stream: _Stream,
+) -> None:
+    """The rows of the blocks of a batch (`BlockArrays`, written): a request's root (`roots`) and `mask_token` behind
+    it, `rows` of them, or as many as there are positions behind its `lens` in `context`; none where `depths` is 0. All
+    are int32 [batch], `heats` float32 [batch]. A tree has at most `most` nodes, and as many as `nodes` (int32 [batch])
+    says.
+    """
+
+def _device_tree_lists(
+    *,
+    draft_tokens: SupportsIndex,
+    width: SupportsIndex,
+    lists: ListArrays,
+    to_target: _Tensor | None,
+    roots: _Tensor,
+    max_depths: _Tensor,
+    max_nodes: _Tensor,
+    live: _Tensor | None,
+    trees: BuiltTrees,
+    masks: _Tensor | None,
+    sound: _Tensor,
+    stream: _Stream,
+) -> None:
+    """The best trees of the lists of levels (`ListArrays`), of at most `draft_tokens` nodes each: `DraftLists.trees` on
+    the device. `roots`, `max_depths` and `max_nodes` are int32 [batch]; `trees` and `masks` as for
+    `_device_tree_build`; `sound` (int32 [batch], written) is 0 of a request with a list without a distribution.
+    """
+
+def _device_list_beams(
+    *,
+    shape: TreeShape,
+    width: SupportsIndex,
+    lists: ListArrays,
+    heats: _Tensor,
+    to_target: _Tensor | None,
+    roots: _Tensor,
+    max_depths: _Tensor,
+    before: _Tensor,
+    behind: _Tensor,
+    live: _Tensor | None,
+    beams: BeamArrays,
+    stream: _Stream,
+) -> None:
+    """The candidates of beams over the lists of levels (`ListArrays`) into `beams` (`BeamArrays`, of as many steps): a
+    token's log-probability changes by the product of its row of `behind` [draft vocabulary, rank] and that of the token
+    before in `before` [vocabulary, rank], times `heats` (float32 [batch * levels]). `roots` and `max_depths` are int32
+    [batch].
     """
 
 def _device_draft_scratch(

@@ -108,6 +108,43 @@ class ScoredTrees:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ListArrays:
+    """The likeliest tokens of each level of a batch's blocks, best first.
+
+    Attributes:
+        scores: float32 [B * D * width], log-probabilities.
+        ids: [B * D * width], the tokens in the draft's vocabulary.
+        sound: [B * D], 0 of a list without a distribution.
+    """
+
+    scores: torch.Tensor
+    ids: torch.Tensor
+    sound: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BlockArrays:
+    """The rows of a batch's blocks, and the limits of their trees, as the device writes them.
+
+    Attributes:
+        offsets: [B + 1], the first row of each block, and the end of the last.
+        tokens: [B * rows].
+        masks: int64 [B * rows], the rows of a row's block as bits.
+        wanted: [B * D], the row that predicts each level.
+        heats: float32 [B * D], the factor of each level's scores.
+        levels, nodes: [B], the most levels and nodes of each tree.
+    """
+
+    offsets: torch.Tensor
+    tokens: torch.Tensor
+    masks: torch.Tensor
+    wanted: torch.Tensor
+    heats: torch.Tensor
+    levels: torch.Tensor
+    nodes: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BuiltTrees:
     """Trees that a kernel makes.
 

@@ -220,7 +220,7 @@ class CudaDense:
         return CudaLinear(self, weight, bias, scores)
 
     def embedding(self, table: torch.Tensor) -> Embedding:
-        return _CudaTable(self, self.placement.vector(table))
+        return CudaTable(self, self.placement.vector(table))
 
     def owe(self, total: torch.Tensor, residual: torch.Tensor) -> None:
         """Owe ``total`` += ``residual``: the next norm that reads it makes the sum, or else the next operation does
@@ -348,8 +348,12 @@ class CudaDense:
         return values.to(torch.int32).pin_memory().to(self.placement.device, non_blocking=True)
 
 
-class _CudaTable:
-    """An embedding."""
+class CudaTable:
+    """An embedding.
+
+    Attributes:
+        table: its rows, behind one another.
+    """
 
     def __init__(self, dense: CudaDense, table: torch.Tensor) -> None:
         self.table, self._dense = table.contiguous(), dense

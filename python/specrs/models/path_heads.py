@@ -63,6 +63,11 @@ class MarkovHead:
         """True if what scores change by depends on the token before alone (`of_pairs`)."""
         return self._product is None
 
+    @property
+    def tables(self) -> tuple[Embedding, Embedding]:
+        """Rows of the tokens before, [target vocabulary, r], and of those that are scored, [draft vocabulary, r]."""
+        return self._before, self._scores
+
     def of_pairs(self, before: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return what the scores of some tokens change by behind each of some tokens: f32 [N, P, M].
 

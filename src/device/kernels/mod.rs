@@ -16,6 +16,7 @@ mod rows;
 mod sample;
 mod table_update;
 mod tree_build;
+mod tree_lists;
 mod tree_unite;
 mod verify_greedy;
 
@@ -37,6 +38,9 @@ pub use sample::{DeviceSamplers, MAX_SAMPLED_VOCAB, SAMPLER_ROW_WORDS, SampleVer
 pub(super) use table_update::CHANGE_WORDS;
 pub use table_update::TableUpdate;
 pub use tree_build::{DeviceTrees, MAX_DEVICE_CANDIDATES, TreeBuild, TreeBuildOperands};
+pub use tree_lists::{
+    BlockRowsOperands, DeviceLists, ListBeamsOperands, MAX_BEAM_LIST, MAX_LISTED, TreeLists, TreeListsOperands,
+};
 pub use tree_unite::{GivenTrees, MAX_UNITED, TreeUnite, TreeUniteOperands};
 pub use verify_greedy::{DeviceAccepts, VerifyGreedy, VerifyMode, VerifyOperands, verify_scratch};
 
@@ -68,6 +72,8 @@ pub struct Kernels {
     pub draft_select: DraftSelect,
     /// Candidates to trees.
     pub tree_build: TreeBuild,
+    /// Lists of levels to trees or beams.
+    pub tree_lists: TreeLists,
     /// Two trees to one.
     pub tree_unite: TreeUnite,
     /// The end of a round.
@@ -96,6 +102,7 @@ impl Kernels {
             kv_commit: KvCommit::load(context.clone())?,
             draft_select: DraftSelect::load(context.clone())?,
             tree_build: TreeBuild::load(context.clone())?,
+            tree_lists: TreeLists::load(context.clone())?,
             tree_unite: TreeUnite::load(context.clone())?,
             round_end: RoundEndKernels::load(context.clone())?,
             fingerprint: Fingerprint::load(context.clone())?,

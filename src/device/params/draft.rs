@@ -1,4 +1,4 @@
-//! `draft_select`, `tree_build` and `tree_unite`: from draft logits to the trees of a batch.
+//! `draft_select`, `tree_build` and `tree_unite`, `tree_lists` and `list_beams`: from draft logits to the trees of a batch.
 
 use super::faults::Report;
 
@@ -8,6 +8,9 @@ declare! {
             KERNEL_DRAFT_SELECT = 23: "draft_select",
             KERNEL_TREE_BUILD = 24: "tree_build",
             KERNEL_TREE_UNITE = 25: "tree_unite",
+            KERNEL_TREE_LISTS = 26: "tree_lists",
+            KERNEL_BLOCK_ROWS = 27: "block_rows",
+            KERNEL_LIST_BEAMS = 28: "list_beams",
         }
         Buffer {
             BUFFER_BEAMS = 45: "candidates (beam)",
@@ -151,6 +154,124 @@ declare! {
             origins: u64,
             /// Destination of faults.
             report: Report,
+        }
+
+        /// Parameters of `block_rows` of `cuda/tree_lists.cu`, passed by value.
+        BlockRowsParams {
+            /// `int32[requests]`: committed positions.
+            lens: u64,
+            /// `int32[requests]`: token of each root.
+            roots: u64,
+            /// `int32[requests]`: deepest useful level; 0 of a request that does not draft.
+            depths: u64,
+            /// `int32[requests]`: most nodes of a tree.
+            nodes: u64,
+            /// `float[requests]`: factor on a request's scores.
+            heats: u64,
+            /// `int32`: requests that are live; 0 where all are.
+            live: u64,
+            /// Written, `int32[requests + 1]`: first row of each block.
+            offsets: u64,
+            /// Written, `int32[requests * rows]`.
+            tokens: u64,
+            /// Written, `uint64[requests * rows]`: the rows of the block, as bits.
+            masks: u64,
+            /// Written, `int32[requests * levels]`: the row that predicts each level; row 0 where none does.
+            wanted: u64,
+            /// Written, `float[requests * levels]`: the factor of each level's scores.
+            row_heats: u64,
+            /// Written, `int32[requests]`: levels that the block predicts, of which `depths` are of use.
+            levels_out: u64,
+            /// Written, `int32[requests]`: `nodes`, of which there are at most `most`.
+            nodes_out: u64,
+            /// Destination of faults.
+            report: Report,
+            /// Requests.
+            requests: i32,
+            /// Rows of a block, at most 64.
+            rows: i32,
+            /// Levels of a request.
+            levels: i32,
+            /// Rows of a block before the one that predicts the first level.
+            skipped: i32,
+            /// Positions of a request.
+            context: i32,
+            /// Most nodes of a tree of this round.
+            most: i32,
+            /// Token of the rows behind the first.
+            mask_token: i32,
+            /// Zero; keeps the size a multiple of 8.
+            reserved: i32,
+        }
+
+        /// Parameters of `tree_lists` of `cuda/tree_lists.cu`, passed by value. V is at most 64.
+        TreeListsParams {
+            /// `float[requests * levels, width]`: log-probabilities, best first.
+            scores: u64,
+            /// `int32[requests * levels, width]`, in the draft vocabulary.
+            ids: u64,
+            /// `int32[requests * levels]`: 0 of a list without a distribution.
+            sound: u64,
+            /// `int32[draft_vocab]`: token of the target for each draft id; 0 where they are the same.
+            to_target: u64,
+            /// `int32[requests]`.
+            max_depths: u64,
+            /// `int32`: requests that are live; 0 where all are.
+            live: u64,
+            /// Written.
+            trees: Trees,
+            /// Written, `int32[requests]`: 0 of a request with a level without a distribution.
+            sound_out: u64,
+            /// Destination of faults.
+            report: Report,
+            /// Levels of a request.
+            levels: i32,
+            /// Tokens of a list.
+            width: i32,
+            /// Draft vocabulary.
+            draft_vocab: i32,
+            /// Zero; keeps the size a multiple of 8.
+            reserved: i32,
+        }
+
+        /// Parameters of `cuda/list_beams.cu`, passed by value.
+        ListBeamsParams {
+            /// `float[requests * levels, width]`: log-probabilities, best first.
+            scores: u64,
+            /// `int32[requests * levels, width]`, in the draft vocabulary.
+            ids: u64,
+            /// `int32[requests * levels]`: 0 of a list without a distribution.
+            sound: u64,
+            /// `float[requests * levels]`: factor on what scores change by.
+            heats: u64,
+            /// `int32[draft_vocab]`: token of the target for each draft id; 0 where they are the same.
+            to_target: u64,
+            /// `int32[requests]`.
+            max_depths: u64,
+            /// `int32[requests]`: token of each root.
+            roots: u64,
+            /// `int32`: requests that are live; 0 where all are.
+            live: u64,
+            /// `[vocab, rank]` of 16-bit elements: rows of tokens before.
+            before: u64,
+            /// `[draft_vocab, rank]`: rows of tokens that are scored.
+            behind: u64,
+            /// Written.
+            drafts: Drafts,
+            /// Destination of faults.
+            report: Report,
+            /// Requests.
+            requests: i32,
+            /// Levels of a request.
+            levels: i32,
+            /// Tokens of a list, at most 32.
+            width: i32,
+            /// Draft vocabulary.
+            draft_vocab: i32,
+            /// The target's vocabulary.
+            vocab: i32,
+            /// Elements of a row of either table, a multiple of 8.
+            rank: i32,
         }
     }
 }

@@ -1,16 +1,22 @@
-//! Launches of draft selection and of the kernels that make trees, on Python's tensors: of a head's candidates, and of
-//! two trees.
+//! Launches of draft selection and of the kernels that make trees, on Python's tensors: of a head's candidates, of lists
+//! of levels, and of two trees.
 
 use pyo3::prelude::*;
 
 use super::device::StreamArg;
-use super::operands::{Arg, BeamArrays, BuiltTrees, Operands, ScoredTrees};
+use super::operands::{Arg, BeamArrays, BlockArrays, BuiltTrees, ListArrays, Operands, ScoredTrees};
 use crate::bounds::MAX_BATCH;
-use crate::device::{Device, DraftSelectOperands, TreeBuildOperands, TreeUniteOperands};
+use crate::device::{
+    BlockRowsOperands, Device, DraftSelectOperands, ListBeamsOperands, TreeBuildOperands, TreeListsOperands,
+    TreeUniteOperands,
+};
 use crate::py::arg::{Int, detached};
 use crate::py::geometry::TreeShape;
 
-register! { fn _device_draft_scratch, _device_draft_select, _device_tree_build, _device_tree_unite; }
+register! {
+    fn _device_draft_scratch, _device_draft_select, _device_tree_build, _device_tree_unite, _device_block_rows,
+        _device_tree_lists, _device_list_beams;
+}
 
 /// One step of draft selection from logits [batch (* K), draft vocabulary]; writes `beams` (`BeamArrays`). `scratch` (int64)
 /// is 0 before the first call; `_device_draft_scratch` says how long it is.
@@ -153,6 +159,165 @@ fn _device_tree_unite<'py>(
                 live: live.as_ref(),
                 trees: &trees(o, g)?,
                 origins: &o.slice(origins, g)?,
+            },
+        )
+    })
+}
+
+/// The rows of the blocks of a batch (`BlockArrays`, written): a request's root (`roots`) and `mask_token` behind it, `rows` of
+/// them, or as many as there are positions behind its `lens` in `context`; none where `depths` is 0. All are int32 [batch],
+/// `heats` float32 [batch]. A tree has at most `most` nodes, and as many as `nodes` (int32 [batch]) says.
+#[pyfunction]
+#[pyo3(signature = (*, rows, skipped, context, most, mask_token, lens, roots, depths, nodes, heats, live, blocks, stream))]
+#[allow(clippy::too_many_arguments, reason = "operands, passed by name")]
+fn _device_block_rows<'py>(
+    py: Python<'py>,
+    rows: Int,
+    skipped: Int,
+    context: Int,
+    most: Int,
+    mask_token: Int,
+    lens: Arg<'_, 'py>,
+    roots: Arg<'_, 'py>,
+    depths: Arg<'_, 'py>,
+    nodes: Arg<'_, 'py>,
+    heats: Arg<'_, 'py>,
+    live: Option<Arg<'_, 'py>>,
+    blocks: BlockArrays<'py>,
+    stream: StreamArg,
+) -> PyResult<()> {
+    let (rows, skipped, context) = (rows.u32("rows")?, skipped.u32("skipped")?, context.u32("context")?);
+    let (most, mask_token) = (most.u32("most")?, mask_token.u32("mask_token")?);
+    let mut call = Operands::named();
+    let (lens, roots, depths) = (call.reads("lens", lens), call.reads("roots", roots), call.reads("depths", depths));
+    let (nodes, heats, live) = (call.reads("nodes", nodes), call.reads("heats", heats), call.reads("live", live));
+    let offsets = call.writes("block offsets", &blocks.offsets);
+    let tokens = call.writes("block tokens", &blocks.tokens);
+    let masks = call.writes("block masks", &blocks.masks);
+    let wanted = call.writes("wanted", &blocks.wanted);
+    let row_heats = call.writes("row heats", &blocks.heats);
+    let levels = call.writes("levels", &blocks.levels);
+    let max_nodes = call.writes("most nodes", &blocks.nodes);
+    call.launch(py, stream, |o, k, s, g| {
+        let live = o.maybe(live, g)?;
+        k.tree_lists.rows(
+            s,
+            &BlockRowsOperands {
+                rows,
+                skipped,
+                context,
+                most,
+                mask_token,
+                lens: &o.slice(lens, g)?,
+                roots: &o.slice(roots, g)?,
+                depths: &o.slice(depths, g)?,
+                nodes: &o.slice(nodes, g)?,
+                heats: &o.slice(heats, g)?,
+                live: live.as_ref(),
+                offsets: &o.slice(offsets, g)?,
+                tokens: &o.slice(tokens, g)?,
+                masks: &o.slice(masks, g)?,
+                wanted: &o.slice(wanted, g)?,
+                row_heats: &o.slice(row_heats, g)?,
+                levels: &o.slice(levels, g)?,
+                max_nodes: &o.slice(max_nodes, g)?,
+            },
+        )
+    })
+}
+
+/// The best trees of the lists of levels (`ListArrays`), of at most `draft_tokens` nodes each: `DraftLists.trees` on the
+/// device. `roots`, `max_depths` and `max_nodes` are int32 [batch]; `trees` and `masks` as for `_device_tree_build`; `sound`
+/// (int32 [batch], written) is 0 of a request with a list without a distribution.
+#[pyfunction]
+#[pyo3(signature = (*, draft_tokens, width, lists, to_target, roots, max_depths, max_nodes, live, trees, masks, sound, stream))]
+#[allow(clippy::too_many_arguments, reason = "operands, passed by name")]
+fn _device_tree_lists<'py>(
+    py: Python<'py>,
+    draft_tokens: Int,
+    width: Int,
+    lists: ListArrays<'py>,
+    to_target: Option<Arg<'_, 'py>>,
+    roots: Arg<'_, 'py>,
+    max_depths: Arg<'_, 'py>,
+    max_nodes: Arg<'_, 'py>,
+    live: Option<Arg<'_, 'py>>,
+    trees: BuiltTrees<'py>,
+    masks: Option<Arg<'_, 'py>>,
+    sound: Arg<'_, 'py>,
+    stream: StreamArg,
+) -> PyResult<()> {
+    let (draft_tokens, width) = (draft_tokens.u32("draft_tokens")?, width.u32("width")?);
+    let mut call = Operands::named();
+    let lists = lists.read(&mut call);
+    let (to_target, roots) = (call.reads("to_target", to_target), call.reads("roots", roots));
+    let (max_depths, max_nodes) = (call.reads("max_depths", max_depths), call.reads("max_nodes", max_nodes));
+    let live = call.reads("live", live);
+    let trees = trees.written(&mut call, masks);
+    let sound = call.writes("sound", sound);
+    call.launch(py, stream, |o, k, s, g| {
+        let (to_target, live) = (o.maybe(to_target, g)?, o.maybe(live, g)?);
+        k.tree_lists.lists(
+            s,
+            &TreeListsOperands {
+                draft_tokens,
+                width,
+                lists: &lists(o, g)?,
+                to_target: to_target.as_ref(),
+                roots: &o.slice(roots, g)?,
+                max_depths: &o.slice(max_depths, g)?,
+                max_nodes: &o.slice(max_nodes, g)?,
+                live: live.as_ref(),
+                trees: &trees(o, g)?,
+                sound: &o.slice(sound, g)?,
+            },
+        )
+    })
+}
+
+/// The candidates of beams over the lists of levels (`ListArrays`) into `beams` (`BeamArrays`, of as many steps): a token's
+/// log-probability changes by the product of its row of `behind` [draft vocabulary, rank] and that of the token before in
+/// `before` [vocabulary, rank], times `heats` (float32 [batch * levels]). `roots` and `max_depths` are int32 [batch].
+#[pyfunction]
+#[pyo3(signature = (*, shape, width, lists, heats, to_target, roots, max_depths, before, behind, live, beams, stream))]
+#[allow(clippy::too_many_arguments, reason = "operands, passed by name")]
+fn _device_list_beams<'py>(
+    py: Python<'py>,
+    shape: &Bound<'_, TreeShape>,
+    width: Int,
+    lists: ListArrays<'py>,
+    heats: Arg<'_, 'py>,
+    to_target: Option<Arg<'_, 'py>>,
+    roots: Arg<'_, 'py>,
+    max_depths: Arg<'_, 'py>,
+    before: Arg<'_, 'py>,
+    behind: Arg<'_, 'py>,
+    live: Option<Arg<'_, 'py>>,
+    beams: BeamArrays<'py>,
+    stream: StreamArg,
+) -> PyResult<()> {
+    let (shape, width) = (shape.get().0, width.u32("width")?);
+    let mut call = Operands::named();
+    let lists = lists.read(&mut call);
+    let (heats, to_target) = (call.reads("heats", heats), call.reads("to_target", to_target));
+    let (roots, max_depths) = (call.reads("roots", roots), call.reads("max_depths", max_depths));
+    let (before, behind, live) = (call.reads("before", before), call.reads("behind", behind), call.reads("live", live));
+    let beams = beams.written(&mut call, shape);
+    call.launch(py, stream, |o, k, s, g| {
+        let (to_target, live) = (o.maybe(to_target, g)?, o.maybe(live, g)?);
+        k.tree_lists.beams(
+            s,
+            &ListBeamsOperands {
+                width,
+                lists: &lists(o, g)?,
+                heats: &o.slice(heats, g)?,
+                to_target: to_target.as_ref(),
+                roots: &o.slice(roots, g)?,
+                max_depths: &o.slice(max_depths, g)?,
+                before: &o.rows(before, g)?,
+                behind: &o.rows(behind, g)?,
+                live: live.as_ref(),
+                beams: &beams(o, g)?,
             },
         )
     })

@@ -13,8 +13,8 @@ use pyo3::prelude::*;
 use super::device::StreamArg;
 use super::tensors::DeviceElement;
 use crate::device::{
-    Device, DeviceAccepts, DeviceArray, DeviceBeams, DeviceSamplers, DeviceSlice, DeviceTrees, GivenTrees, Kernels,
-    KvCacheView, MovesView, PlanMemory, Rows, Stream,
+    Device, DeviceAccepts, DeviceArray, DeviceBeams, DeviceLists, DeviceSamplers, DeviceSlice, DeviceTrees, GivenTrees,
+    Kernels, KvCacheView, MovesView, PlanMemory, Rows, Stream,
 };
 use crate::error::{Error, Result};
 use crate::geometry;
@@ -361,6 +361,39 @@ impl<'py> ScoredTrees<'py> {
             })
         }
     }
+}
+
+/// Lists of the levels of a batch's blocks.
+#[derive(FromPyObject)]
+pub(super) struct ListArrays<'py> {
+    scores: Bound<'py, PyAny>,
+    ids: Bound<'py, PyAny>,
+    sound: Bound<'py, PyAny>,
+}
+
+impl<'py> ListArrays<'py> {
+    /// The launch reads them.
+    pub(super) fn read<'a>(
+        &'a self,
+        call: &mut Operands<'a, 'py>,
+    ) -> impl Fn(&Imported, i32) -> Result<DeviceLists> + Send + Sync + use<> {
+        let scores = call.reads("list scores", &self.scores);
+        let ids = call.reads("list ids", &self.ids);
+        let sound = call.reads("sound lists", &self.sound);
+        move |o, g| Ok(DeviceLists { scores: o.slice(scores, g)?, ids: o.slice(ids, g)?, sound: o.slice(sound, g)? })
+    }
+}
+
+/// The rows of a batch's blocks, and the limits of their trees.
+#[derive(FromPyObject)]
+pub(super) struct BlockArrays<'py> {
+    pub(super) offsets: Bound<'py, PyAny>,
+    pub(super) tokens: Bound<'py, PyAny>,
+    pub(super) masks: Bound<'py, PyAny>,
+    pub(super) wanted: Bound<'py, PyAny>,
+    pub(super) heats: Bound<'py, PyAny>,
+    pub(super) levels: Bound<'py, PyAny>,
+    pub(super) nodes: Bound<'py, PyAny>,
 }
 
 /// A plan that the device writes.

@@ -34,6 +34,9 @@ WRITTEN = {
     "_device_draft_select": {"beams", "scratch"},
     "_device_tree_build": {"trees", "masks"},
     "_device_tree_unite": {"trees", "masks", "origins"},
+    "_device_tree_lists": {"trees", "masks", "sound"},
+    "_device_list_beams": {"beams"},
+    "_device_block_rows": {"blocks"},
     "_device_plan": {"plan", "arrays"},
     "_device_round_end": {"state", "control"},
 }

@@ -24,7 +24,7 @@ from torch.utils.dlpack import from_dlpack
 from specrs import _specrs as core
 from specrs.engine.config import BlockEngineConfig, EngineConfig
 from specrs.engine.devices.calibration import costs_of_blocks
-from specrs.engine.devices.cuda_blocks import BlockRoot, CudaBlocks, CudaMasks
+from specrs.engine.devices.cuda_blocks import CudaBlocks, CudaMasks
 from specrs.engine.devices.cuda_drafts import CudaDrafts
 from specrs.engine.devices.entering import Entering
 from specrs.engine.devices.format_arrays import FormatArrays
@@ -32,8 +32,8 @@ from specrs.engine.devices.given import Seat
 from specrs.engine.devices.graphs import Bucket
 from specrs.engine.devices.head_inputs import HostDrafted
 from specrs.engine.devices.host import HostExecutor
-from specrs.engine.devices.host_blocks import Blocks
-from specrs.engine.devices.launched import AskedRound, DeviceRoot, LaunchedRound
+from specrs.engine.devices.host_blocks import Blocks, heats_of
+from specrs.engine.devices.launched import AskedRound, BlockRoot, DeviceRoot, LaunchedRound
 from specrs.engine.devices.launches import Variant
 from specrs.engine.devices.memory import (
     Activations,
@@ -131,6 +131,7 @@ class CudaExecutor(HostExecutor):
                 geometry, config, pool.num_pages, from_dlpack(self._table.tensor(dense.stream)), self._stream,
                 None if head is None else Activations(target, head, config, geometry),
                 FormatArrays(config, geometry, lists, cuda.index, dense.stream),
+                drafts.made if isinstance(drafts, CudaBlocks) else None,
             )  # fmt: skip
             self._prompts = prompt_passes(self._models, prompt_sizes(config))
             if isinstance(drafts, CudaBlocks):
@@ -165,7 +166,9 @@ class CudaExecutor(HostExecutor):
             with self._seated(b, pages) as seqs:
                 prompt = self._prompt_len(pages)
                 measured[b] = {levels: self._seconds(b, levels, seqs, prompt) for levels in (0, *tried)}
-        return self._expecting(costs_of_rounds(shape, measured, *self._beginning(pages)), shape)
+        # Every launch writes the draft KV of a head of blocks.
+        beginning = ({1: 0.0}, {1: 0.0}) if isinstance(self.drafts, CudaBlocks) else self._beginning(pages)
+        return self._expecting(costs_of_rounds(shape, measured, *beginning), shape)
 
     def _beginning(self, pages: Pages) -> tuple[dict[int, float], dict[int, float]]:
         """Measure the passes after which a request drafts for the first time, and again: seconds by the positions that
@@ -426,8 +429,8 @@ class CudaExecutor(HostExecutor):
         # A request ends one position early, because nobody needs the KV of its last token.
         seats = [
             Seat(r.seq.row, n, r.tokens[-1], depth, r.ending.max_total - 1, r.head.first // page,
-                 r.ending.eos_ids | r.ending.stop_ids)
-            for r, n, depth in zip(batch, batch.lens, asked.depths, strict=True)
+                 r.ending.eos_ids | r.ending.stop_ids, heat)
+            for r, n, depth, heat in zip(batch, batch.lens, asked.depths, heats_of(batch), strict=True)
         ]  # fmt: skip
         given.set_requests(seats, nodes)
         moving = any(r.draws.grammar is not None for r in batch)

@@ -1,5 +1,6 @@
-"""Heads on a GPU that draft all levels in one pass. The host makes the trees, by the lists of the levels' likeliest
-tokens, which is all that is copied; a round verifies them as it does trees of other sources.
+"""Heads on a GPU that draft all levels in one pass. Where it can, a round makes their trees on the device
+(`BlockTrees`). Else, and where somebody looks on, the host makes them by the lists of the levels' likeliest tokens,
+which is all that is copied; a round then verifies them as it does trees of other sources.
 
 A head of blocks writes the draft KV of the accepted tokens in the launch that verified them, in rounds without drafts
 too. So it is never behind a request, and nothing has to be made again before a request drafts. A P-EAGLE head gives a
@@ -9,7 +10,7 @@ root as EAGLE-3's do (`CudaDrafts`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import cast
 
@@ -19,13 +20,15 @@ from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
 from specrs.engine.config import BlockEngineConfig, EngineConfig
+from specrs.engine.devices.block_lists import MOST_BLOCK_ROWS, BlockTrees, Lists, ListSelect
 from specrs.engine.devices.cuda_drafts import CudaDrafts, in_passes
 from specrs.engine.devices.graphs import Graphs
 from specrs.engine.devices.head_inputs import Entries, HostDrafted, non_finite
 from specrs.engine.devices.host_blocks import Blocks, HostBlocks, heats_of
-from specrs.engine.devices.launched import DeviceRoot, LaunchedRound
-from specrs.engine.devices.memory import MOST_BLOCK_ROWS, Models, Roots, buckets
+from specrs.engine.devices.launched import AskedRound, BlockRoot, DeviceRoot, LaunchedRound
+from specrs.engine.devices.memory import Models, Roots, buckets
 from specrs.engine.devices.prompt_pass import PassInputs
+from specrs.engine.drafting.levels import drafted_levels
 from specrs.engine.drafting.trees import Drafted
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
@@ -37,63 +40,6 @@ from specrs.models.features import gather
 from specrs.models.head import AnyHead
 from specrs.models.ops import KvMemory
 from specrs.models.path_heads import MarkovHead
-from specrs.operands import BeamArrays
-
-Lists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""The likeliest ids of rows and their log-probabilities, [rows, width], and 0 for each row without a distribution."""
-
-
-class ListSelect:
-    """The likeliest tokens of rows of logits, by the kernel that selects drafts, which takes each row for a request's
-    root.
-
-    Args:
-        head: the head whose logits they are.
-        width: tokens of a list.
-    """
-
-    def __init__(self, head: AnyHead, width: int) -> None:
-        at, most = head.placement.device, MOST_BLOCK_ROWS
-        self._dense, self._vocab = cast(CudaDense, head.dense), head.vocab_size
-        self._shape = shape = core.TreeShape(width, 1, 2)
-
-        def empty(columns: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(most, columns, dtype=dtype, device=at)
-
-        self._scores, self._ids, self._sound = empty(width, torch.float32), empty(width), empty(1)
-        self._parents, self._beams, self._bits = empty(width), empty(width), empty(width, torch.int64)
-        self._tokens, self._from, self._found = empty(width), empty(width), empty(2 * width + 1)
-        words = core._device_draft_scratch(shape, most, self._vocab, at.index)
-        self._scratch = torch.zeros(words, dtype=torch.int64, device=at)
-
-    def of(self, logits: torch.Tensor, heats: Sequence[float]) -> Lists:
-        """Return the lists of up to `MOST_BLOCK_ROWS` rows, whose logits are multiplied by ``heats`` in place."""
-        if any(heat != 1.0 for heat in heats):
-            logits.mul_(torch.tensor(heats).pin_memory().to(logits.device, non_blocking=True)[:, None])
-        self.launch(logits)
-        return self.read(len(heats))
-
-    def launch(self, logits: torch.Tensor) -> None:
-        """Select from logits of up to `MOST_BLOCK_ROWS` rows. Nothing here waits or allocates."""
-        rows, width = logits.shape[0], self._shape.topk
-        scores, ids, sound = self._scores[:rows], self._ids[:rows], self._sound[:rows]
-        beams = BeamArrays(
-            scores=scores, candidate_tokens=ids, candidate_parents=self._parents[:rows], beams=self._beams[:rows],
-            tokens=self._tokens.view(-1)[: rows * width], parents=self._from.view(-1)[: rows * width],
-            ancestors=self._bits.view(-1, 1)[: rows * width], sound=sound.view(-1),
-        )  # fmt: skip
-        self._scratch[: rows // 2 + 1].zero_()  # counts of launches, which lie where a launch of fewer rows has lists
-        self._dense.settle()
-        core._device_draft_select(
-            step=0, logits=logits, to_target=None, vocab=self._vocab, live=None, shape=self._shape, beams=beams,
-            scratch=self._scratch, stream=self._dense.stream,
-        )  # fmt: skip
-        torch.cat((ids, scores.view(torch.int32), sound), 1, out=self._found[:rows])
-
-    def read(self, rows: int) -> Lists:
-        """Return the lists of the first rows that `launch` selected from, once they are there."""
-        found, width = self._found[:rows].cpu(), self._shape.topk  # waits for all that was launched
-        return found[:, :width].contiguous(), found[:, width:-1].view(torch.float32).contiguous(), found[:, -1]
 
 
 class BlockPass:
@@ -169,23 +115,12 @@ class BlockPass:
         return run
 
 
-@dataclass(frozen=True)
-class BlockRoot:
-    """What a request needs to draft by blocks: draft KV of all of its positions.
-
-    Attributes:
-        sound: positions whose draft KV the host has seen to be finite. Rounds write that of others, and a block's
-            scores tell if it is not.
-    """
-
-    sound: int
-
-
 class CudaBlocks(HostBlocks):
     """Runs the passes of a head that drafts blocks.
 
     Attributes:
-        passes: passes over blocks, for more requests from one to the next.
+        passes: passes over blocks whose trees the host makes, for more requests from one to the next.
+        made: the sizes of the trees that rounds make; ``None`` if the host makes all.
     """
 
     head: BlockHead
@@ -194,6 +129,9 @@ class CudaBlocks(HostBlocks):
         super().__init__(head, cache, planner, config)
         self._dense, self._listed = cast(CudaDense, head.dense), min(self._listed, head.vocab_size)
         self._select, self._most_rows = ListSelect(head, self._listed), config.prefill_chunk
+        assert isinstance(config, BlockEngineConfig)
+        self.made = BlockTrees.of(head, config, planner.geometry, self._select, self._listed)
+        self.visible = self.made is None
         self.passes: list[BlockPass] = []
 
     def prepare(self, models: Models) -> None:
@@ -228,6 +166,15 @@ class CudaBlocks(HostBlocks):
                 if (error := non_finite("draft KV", part.flatten())) is not None:
                     errors.setdefault(e.request.request_id, error)
         return [errors.get(r.request_id) or BlockRoot(r.committed) for r in requests]
+
+    def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None) -> Drafted:
+        if deepen is not None or self.made is None:
+            return super().draft(batch, depths, deepen)
+        each = zip(batch, batch.lens, depths, strict=True)
+        able = [depth if r.head.root and length < self._wall else 0 for r, length, depth in each]
+        most = min(max(able, default=0), self._nodes - 1)
+        levels = min(n for n in drafted_levels(self._planner.geometry.shape) if n >= most) if most else 0
+        return AskedRound(able, levels)
 
     def lists(self, blocks: Blocks) -> core.DraftLists:
         found, hidden = list[Lists](), list[torch.Tensor]()

@@ -32,6 +32,7 @@ class Seat(NamedTuple):
         limit: the committed length at which the request ends.
         first_page: the column of the page table at which the head's KV begins.
         stops: the tokens at which the request ends.
+        heat: the factor on scores of the request's drafts, if a head of blocks drafts them.
     """
 
     row: int
@@ -41,6 +42,7 @@ class Seat(NamedTuple):
     limit: int
     first_page: int = 0
     stops: Collection[int] = ()
+    heat: float = 1.0
 
 
 class Given:
@@ -74,7 +76,7 @@ class Given:
         """
         self.live = live = len(seats)
         nothing, numbers, stops = self._nothing, [], []
-        for row, length, root, depth, limit, page, ends in seats:
+        for row, length, root, depth, limit, page, ends, _ in seats:
             few = list(ends)[:STOPS]  # the host checks the others
             stops += few + [0] * (STOPS - len(few))
             cap, at, to = (self._steps, row, row) if depth > 0 else (0, nothing, -1)
@@ -84,6 +86,7 @@ class Given:
         self._seats[:, live:] = np.array((-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, nothing, -1), np.int32)[:, None]
         self.inputs.fill("stops", stops, 0)
         self.inputs.fill("tree_offsets", range(live + 1), live)
+        self.inputs.fill("heats", np.array([seat.heat for seat in seats], np.float32).view(np.int32), 0)
         self.inputs.fill("live", [live], 0)
 
     def set_trees(self, trees: core.TreeBatch) -> None:

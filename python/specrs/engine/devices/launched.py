@@ -31,6 +31,18 @@ class DeviceRoot:
     start: int
 
 
+@dataclass(frozen=True)
+class BlockRoot:
+    """What a request needs to draft by blocks: draft KV of all of its positions.
+
+    Attributes:
+        sound: positions whose draft KV the host has seen to be finite. Rounds write that of others, and a block's
+            scores tell if it is not.
+    """
+
+    sound: int
+
+
 @dataclass(eq=False)
 class AskedRound:
     """Drafts that `CudaExecutor.verify` launches together with their verification.
@@ -186,12 +198,14 @@ class LaunchedRound:
             return []
         sound: list[int] = self._found["sound"].tolist()
         bad = [i for i, seat in enumerate(self.seats) if self.drafted(i) and sound[seat] == 0]
-        kept = self.bucket.holds(self.number)
-        scores = [self.bucket.launches.root_logits[self.seats[i]].cpu() if kept else None for i in bad]
+        logits = self.bucket.launches.root_logits if self.bucket.holds(self.number) else None
+        scores = [None if logits is None else logits[self.seats[i]].cpu() for i in bad]
         return [(_bad_root(i, row), self._sound_until(i)) for i, row in zip(bad, scores, strict=True)]
 
     def _sound_until(self, request: int) -> int:
         root = self.batch.requests[request].head.root
+        if isinstance(root, BlockRoot):
+            return root.sound
         return root.start if isinstance(root, DeviceRoot) else self.batch.lens[request]
 
     def likeliest(self, requests: Sequence[int], count: int) -> list[tuple[list[int], list[list[int]]]] | None:

@@ -18,6 +18,7 @@ import torch
 from specrs import _specrs as core
 from specrs._specrs import Plan
 from specrs.backends.base import Phase
+from specrs.engine.devices.block_trees import BlockLaunches
 from specrs.engine.devices.given import Given
 from specrs.engine.devices.memory import BucketMemory, Models, hosts_trees
 from specrs.engine.drafting.levels import most_nodes
@@ -63,7 +64,8 @@ class Launches:
     """The launches of a bucket's rounds.
 
     Attributes:
-        root_logits: the head's logits with which the last round's drafts began, a row for each seat.
+        root_logits: the head's logits with which the last round's drafts began, a row for each seat; ``None`` of a head
+            of blocks.
     """
 
     def __init__(self, models: Models, memory: BucketMemory, given: Given) -> None:
@@ -91,6 +93,8 @@ class Launches:
             for sampled in (False, True)
             for trees, most in memory.paths.items()
         }
+        self.root_logits: torch.Tensor | None = None
+        self._blocks = None if models.blocks is None else BlockLaunches(models, memory, models.blocks)
         self._name_operands()
         if models.activations is not None:
             self._name_drafts()
@@ -102,7 +106,8 @@ class Launches:
         """
         m, memory = self._m, self._memory
         return [memory.arena, memory.ring, m.table, m.cache, m.draft_cache, m.target, m.head, m.roots, m.activations,
-                m.to_target, *m.format.kept(), *self._scratch.values(), *self._given.edits.values()]  # fmt: skip
+                m.blocks, m.to_target, *m.format.kept(), *self._scratch.values(),
+                *self._given.edits.values()]  # fmt: skip
 
     # -- operands that stay where they are ------------------------------------------------------------------------
 
@@ -216,6 +221,8 @@ class Launches:
         if variant.drafts:
             self._draft(variant.drafts, self._own_trees)
             self._unite()
+        elif variant.levels and not variant.trees and self._blocks is not None:
+            self._blocks.run(variant.levels, heated=variant.edits is not None)
         elif variant.levels and not variant.trees:
             self._draft(variant.levels, self._trees)
         tokens, plan, features = self._to_verify(variant)
@@ -241,6 +248,7 @@ class Launches:
         m, given, a = self._m, self._memory.given, self._memory.arrays
         head, roots = m.head, m.roots
         assert head is not None and head.passes == "steps" and roots is not None and m.draft_cache is not None
+        assert self.root_logits is not None
         rows, stream = given["root_from"], m.dense.stream
         core._device_copy_rows(roots.logits, rows, self.root_logits, None, None, stream)
         core._device_copy_rows(roots.hidden, rows, self._root_hidden, None, None, stream)
@@ -337,7 +345,8 @@ class Launches:
     def _commit(self, variant: Variant) -> None:
         """Move the KV of each accepted path to the end of its prefix."""
         m, out, given = self._m, self._memory.found, self._memory.given
-        if self._shape.topk == 1 and not (variant.trees and hosts_trees(m.config)):
+        chains = self._blocks is None and not (variant.trees and hosts_trees(m.config))
+        if self._shape.topk == 1 and chains:
             return  # a chain is already in its place
         moves = self._moves
         core._device_kv_commit(

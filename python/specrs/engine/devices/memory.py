@@ -21,6 +21,7 @@ from torch.utils.dlpack import from_dlpack
 from specrs import _specrs as core
 from specrs._specrs import Geometry
 from specrs.engine.config import BlockEngineConfig, EngineConfig
+from specrs.engine.devices.block_lists import MOST_BLOCK_ROWS, BlockTrees
 from specrs.engine.devices.format_arrays import FormatArrays, Regions, format_regions, poisons
 from specrs.engine.drafting.chooser import TAIL
 from specrs.models.block_head import BlockHead
@@ -31,11 +32,10 @@ from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
 
 STOPS = 8  # stop tokens of a request that the device checks; the host checks all
-MOST_BLOCK_ROWS = 256  # limit of a pass that drafts all levels, so that logits take little; larger batches take several
 _ENTERING, _ENTERING_ROWS = 8, 512  # requests that enter together, and their positions in all
 _PROMPT_ROWS = 16, 32, 64, 128, 192, 256  # positions of passes over prompts that have a graph
 _RESULTS = 32  # rounds whose results are kept
-_LASTING = {"given", "host trees", "control", "versions", "minus", "select"}  # a round may read these first
+_LASTING = {"given", "host trees", "control", "versions", "minus", "select", "least"}  # a round may read these first
 
 Arrays = dict[str, torch.Tensor]
 
@@ -116,6 +116,7 @@ class Models:
         stream: the stream of all work.
         activations: arrays that pass values between the models; ``None`` without a head.
         format: the arrays of the attention backend's format.
+        blocks: the trees of a head of blocks that rounds make; ``None`` if they make none.
     """
 
     dense: CudaDense
@@ -132,6 +133,7 @@ class Models:
     stream: torch.cuda.Stream
     activations: Activations | None
     format: FormatArrays
+    blocks: BlockTrees | None = None
 
     @property
     def attention(self) -> DeviceAttention:
@@ -187,7 +189,7 @@ def given_layout(batch: int) -> Fields:
     return Fields(
         sampling=batch * 12, rows=batch, lens=batch, roots=batch, depths=batch, limits=batch, first_pages=batch,
         caps=batch, nodes=batch, stop_counts=batch, done=batch, root_from=batch, root_to=batch,
-        stops=batch * STOPS, tree_offsets=batch + 1, edit_begins=batch, edit_counts=batch, live=1,
+        stops=batch * STOPS, tree_offsets=batch + 1, edit_begins=batch, edit_counts=batch, heats=batch, live=1,
     )  # fmt: skip
 
 
@@ -237,6 +239,8 @@ class BucketMemory:
         }
         if models.head is not None and models.head.passes == "steps":
             regions |= _drafts(batch, g.shape, models.head.vocab_size, cuda.index, bool(config.sources))
+        if models.blocks is not None:
+            regions |= models.blocks.regions(batch, v)
         if g.page_size > 1 and (g.shape.topk > 1 or hosts_trees(config)):
             regions |= dict.fromkeys(("move src", "move dst"), ("int32", batch * path))
             regions["move offsets"] = ("int32", batch + 1)

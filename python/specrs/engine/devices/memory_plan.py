@@ -16,9 +16,9 @@ from specrs import _specrs as core
 from specrs._specrs import ConfigError, DeviceMemoryError, Geometry
 from specrs.backends import on_device
 from specrs.engine.config import BlockEngineConfig, EngineConfig
+from specrs.engine.devices.block_lists import MOST_BLOCK_ROWS, tree_regions
 from specrs.engine.devices.host_blocks import CANDIDATES
 from specrs.engine.devices.memory import (
-    MOST_BLOCK_ROWS,
     buckets,
     entering,
     format_arrays,
@@ -153,6 +153,13 @@ def _prefix_bytes(config: BlockEngineConfig, head: BlockConfig) -> int:
     return 4 * prefixes * (2 * max(CANDIDATES, config.width) * inner + states)
 
 
+def _tree_bytes(config: BlockEngineConfig, head: BlockConfig, most: int) -> int:
+    """Return the bytes of the arrays with which rounds make trees of up to ``most`` nodes."""
+    levels, beams = min(config.levels, config.head_shape.steps), None if head.markov is None else config.width
+    each = (tree_regions(b, config.rows, levels, most, beams) for b in buckets(config.max_batch))
+    return sum(core._DeviceArena.count([(name, kind, [n]) for name, (kind, n) in one.items()]) for one in each)
+
+
 @dataclass(frozen=True)
 class Engine:
     """An engine that is planned but not made.
@@ -240,6 +247,7 @@ class Engine:
         yield "activations", sum(units) * half
         if head is not None and isinstance(head.config, BlockConfig) and isinstance(c, BlockEngineConfig):
             yield "prefixes of blocks", _prefix_bytes(c, head.config)
+            yield "trees of blocks", _tree_bytes(c, head.config, shape.draft_tokens)
         most = max(max(layer.hidden_size, 2 * layer.intermediate_size) for layer, _ in self.layers)
         inner = max(max(layer.hidden_size, layer.intermediate_size) for layer, _ in self.layers)
         queries = max(layer.q_size for layer, _ in self.layers)

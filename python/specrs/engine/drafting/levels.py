@@ -48,7 +48,12 @@ def united_levels(shape: TreeShape, levels: int, nodes: int) -> int:
 
 
 def drafted_levels(shape: TreeShape) -> set[int]:
-    """Return the numbers of levels to draft: a graph is made for each, and numbers in between would differ little."""
+    """Return the numbers of levels to draft: a graph is made for each, and numbers in between would differ little.
+
+    Of a head that drafts all levels in one pass they stand for sizes of trees, which may have more nodes than levels.
+    """
+    if shape.steps > _LONGEST_BRANCH:
+        return {1, *(nodes - 1 for nodes in (8, 16, 32, 64) if nodes <= shape.steps), shape.steps}
     return {1, (shape.steps + 1) // 2, shape.steps}
 
 
