@@ -131,7 +131,7 @@ class CudaBlocks(HostBlocks):
         self._select, self._most_rows = ListSelect(head, self._listed), config.prefill_chunk
         assert isinstance(config, BlockEngineConfig)
         self.made = BlockTrees.of(head, config, planner.geometry, self._select, self._listed)
-        self.visible = self.made is None
+        self.visible, self._fixed = self.made is None, not config.adaptive
         self.passes: list[BlockPass] = []
 
     def prepare(self, models: Models) -> None:
@@ -172,7 +172,9 @@ class CudaBlocks(HostBlocks):
             return super().draft(batch, depths, deepen)
         each = zip(batch, batch.lens, depths, strict=True)
         able = [depth if r.head.root and length < self._wall else 0 for r, length, depth in each]
-        most = min(max(able, default=0), self._nodes - 1)
+        most = max(able, default=0)
+        if most:  # levels stand for sizes of trees; those of fixed trees have all of their nodes
+            most = self._nodes - 1 if self._fixed else min(most, self._nodes - 1)
         levels = min(n for n in drafted_levels(self._planner.geometry.shape) if n >= most) if most else 0
         return AskedRound(able, levels)
 

@@ -47,12 +47,15 @@ def united_levels(shape: TreeShape, levels: int, nodes: int) -> int:
     return max(levels, levels_for(shape, min(most_nodes(shape, levels) + nodes - 1, shape.draft_tokens)))
 
 
-def drafted_levels(shape: TreeShape) -> set[int]:
-    """Return the numbers of levels to draft: a graph is made for each, and numbers in between would differ little.
+def sizes_of_trees(shape: TreeShape) -> bool:
+    """Return whether numbers of levels stand for sizes of trees: of heads that draft all levels in one pass, whose
+    trees may have more nodes than levels."""
+    return shape.steps > _LONGEST_BRANCH
 
-    Of a head that drafts all levels in one pass they stand for sizes of trees, which may have more nodes than levels.
-    """
-    if shape.steps > _LONGEST_BRANCH:
+
+def drafted_levels(shape: TreeShape) -> set[int]:
+    """Return the numbers of levels to draft: a graph is made for each, and numbers in between would differ little."""
+    if sizes_of_trees(shape):
         return {1, *(nodes - 1 for nodes in (8, 16, 32, 64) if nodes <= shape.steps), shape.steps}
     return {1, (shape.steps + 1) // 2, shape.steps}
 
@@ -123,6 +126,6 @@ def best_levels(
         if levels > 1 and policy.lost(batch, len(kinds), seconds) > left:
             break
         choices.append((expected / seconds, levels))
-        if levels >= deepest:
+        if levels >= deepest and not sizes_of_trees(shape):
             break
     return max(choices)[1]  # of equal ones, the deepest
