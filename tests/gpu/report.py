@@ -38,9 +38,11 @@ def tests(*paths: Path) -> dict[str, Any] | None:
 
 
 def findings(log: Path) -> int | None:
-    """Return the number of findings that a sanitizer counted; ``None`` where it did not get to its summary."""
-    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", log.read_text(errors="replace") if log.exists() else "")
-    return int(summary[-1]) if summary else None
+    """Return the number of findings that a sanitizer counted; ``None`` where it did not get to its summary, or the
+    tests not to their end."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", text)
+    return None if not summary or "process didn't terminate successfully" in text else int(summary[-1])
 
 
 def sanitizers(work: Path, logs: Path) -> dict[str, dict[str, Any]]:

@@ -98,7 +98,7 @@ cases() {
     test_gpu_attention_cluster) echo "3-tree" ;;
     test_gpu_backends) echo "every_phase or (head_size and 64)" ;;
     test_gpu_lists) echo "rows_of_blocks or limits or is_none or 31-3-63 or 7-3-31" ;;
-    test_gpu_linear) echo "bits_are or captured or does_not_fit or 72-72 or 72-320" ;;
+    test_gpu_linear) echo "captured or does_not_fit or 72-72 or 72-320" ;;
     test_gpu_attention_pages) echo "skipped or refused or draft_steps or values" ;;
     test_gpu_plan)
         echo "recorded or no_tree_has or do_not_fit or clamped or none_of_the_pool or whole_lanes or tail_copies[3]" \
