@@ -254,8 +254,9 @@ def test_models_and_engine_name_no_device_and_no_dtype() -> None:
         if re.search(r"torch\.(float|bfloat)\d+|[\"'](cpu|cuda)[\"':]|\.(cpu|cuda)\(", path.read_text())
     }
     # cuda.py, cuda_attention.py, cuda_blocks.py, cuda_drafts.py: what a GPU is; config.py: the option by which a user
-    # names one; placing.py: which is taken if none does; given.py, launched.py, launches.py: what the words of a kernel
-    # are; memory_plan.py: kernels of other packages, whose memory a GPU's budget counts.
+    # names one; placing.py: which is taken if none does; block_lists.py, block_trees.py, given.py, launched.py,
+    # launches.py: what the words of a kernel are; memory_plan.py: kernels of other packages, whose memory a GPU's
+    # budget counts.
     assert named == {
         "placement.py",
         "weight_files.py",
@@ -266,6 +267,8 @@ def test_models_and_engine_name_no_device_and_no_dtype() -> None:
         "cuda_attention.py",
         "cuda_blocks.py",
         "cuda_drafts.py",
+        "block_lists.py",
+        "block_trees.py",
         "config.py",
         "placing.py",
         "given.py",
