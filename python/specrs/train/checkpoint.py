@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,8 @@ class Checkpoint:
             self._new.replace(self._path)
         except (OSError, RuntimeError) as error:  # torch's own are of the latter
             before = "the one before is kept, with which --resume goes on" if self.exists else "there is none yet"
-            self._discard()
+            with suppress(OSError):
+                self._discard()
             raise CheckpointError(f"checkpoint in {self.folder}: cannot be written: {error}; {before}") from error
 
     def _discard(self) -> None:

@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from specrs import _specrs as core
 from specrs.backends import BACKENDS
 from specrs.cli import main
 from specrs.engine import FinishReason, RequestOutput
+from specrs.engine.rounds.runner import _naming
 
 TREES: dict[str, dict[str, Any]] = {
     "chain": {"tree": (1, 5, 6)},
@@ -476,3 +478,14 @@ def test_beams_are_made_once_and_their_vocabulary_is_checked_then(tmp_path: Path
     for count in (1, 5, 2):
         llm.generate([[1]] * count, SamplingParams(max_tokens=6))
     assert beams is llm._runner.executor.drafts.beams and beams is not None and beams.max_batch == 5
+
+
+def test_an_error_of_a_nested_pass_names_its_request_once() -> None:
+    """A round that is run again within the collection of another has a batch of its own."""
+    outer, inner = ([SimpleNamespace(asked_id=i) for i in ids] for ids in ((5, 1, 7), (1, 7)))
+    error = core.SpecrsError("scores")
+    error.request = 0  # type: ignore[attr-defined]
+    told = pytest.raises(core.SpecrsError, match=r"^scores \(row 0 of the batch is request 1\)$")
+    with told as raised, _naming(outer), _naming(inner):  # type: ignore[arg-type]
+        raise error
+    assert raised.value.request == 1  # type: ignore[attr-defined]

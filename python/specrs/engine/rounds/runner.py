@@ -382,13 +382,14 @@ def _noted(error: BaseException) -> Iterator[None]:
 
 @contextmanager
 def _naming(batch: Sequence[Request]) -> Iterator[None]:
-    """Put the request's id into an error of a pass, because the core only knows the request's row in the batch."""
+    """Put the request's id into an error of a pass, because the core only knows the request's row in the batch. If
+    calls are nested, the innermost one knows the batch of the pass."""
     try:
         yield
     except core.SpecrsError as error:
         row = getattr(error, "request", None)
-        if isinstance(row, int) and 0 <= row < len(batch):
+        if isinstance(row, int) and 0 <= row < len(batch) and not hasattr(error, "row"):
             name = batch[row].asked_id
-            error.request = name  # type: ignore[attr-defined]
+            error.row, error.request = row, name  # type: ignore[attr-defined]
             error.args = (f"{error} (row {row} of the batch is request {name})",)
         raise
