@@ -99,3 +99,16 @@ def test_positions_that_nobody_kept_features_of_are_made_again_in_passes_that_fi
     drafts._write([Entries(request, head.end, request.lag)])
     assert ran[0] == (16, 47) and sum(n for _, n in ran) == 300
     assert all(first + n == second for (first, n), (second, _) in pairwise(ran))
+
+
+def test_samplers_leave_nothing_for_empty_seats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Given, "_make_room", lambda *_: None)
+    given, names = given_of(3, monkeypatch), ("sampling", "edit_begins", "edit_counts")
+    samplers = [core.Sampler(8, [1], temperature=0.5 + i, seed=i + 1) for i in range(3)]
+    given.set_samplers(samplers[:1], moving=False)
+    alone = {name: given.inputs.host[name].tolist() for name in names}
+    given.set_samplers(samplers, moving=False)
+    assert given.inputs.host["sampling"].reshape(3, -1).any(1).all()
+    given.set_samplers(samplers[:1], moving=False)
+    assert {name: given.inputs.host[name].tolist() for name in names} == alone
+    assert not given.inputs.host["sampling"].reshape(3, -1)[1:].any()

@@ -16,7 +16,8 @@ from specrs.models.head import AnyHead
 from specrs.models.path_heads import MarkovHead
 from specrs.operands import BeamArrays, ListArrays
 
-Regions = dict[str, tuple[str, int]]
+Sizes = dict[str, tuple[str, int]]
+"""Types of arrays and numbers of their elements, by name."""
 Lists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """The likeliest ids of rows and their log-probabilities, [rows, width], and 0 for each row without a distribution."""
 
@@ -124,20 +125,19 @@ class BlockTrees:
             return None
         shape = None
         if head.path_head is not None:
-            candidates = width + (levels - 1) * width**2
             if not (
                 isinstance(head.path_head, MarkovHead)
                 and head.path_head.pairs
                 and head.config.markov_rank % _VECTOR == 0
                 and listed <= _MOST_LISTED
-                and most - 1 <= candidates <= _MOST_CANDIDATES
+                and most - 1 <= _candidates(width, levels) <= _MOST_CANDIDATES
             ):
                 return None
             shape = core.TreeShape(width, levels, most)
         return cls(select, rows, levels, width, listed, config.nodes, shape)
 
-    def regions(self, batch: int, most: int) -> Regions:
-        """Return the arrays of a bucket of ``batch`` requests, by name: types and sizes.
+    def regions(self, batch: int, most: int) -> Sizes:
+        """Return the arrays of a bucket of ``batch`` requests.
 
         Args:
             most: most nodes of a verified tree.
@@ -145,8 +145,8 @@ class BlockTrees:
         return tree_regions(batch, self.rows, self.levels, most, None if self.shape is None else self.width)
 
 
-def tree_regions(batch: int, rows: int, levels: int, most: int, beams: int | None) -> Regions:
-    """Return the arrays with which a bucket of ``batch`` requests makes trees, by name: types and sizes.
+def tree_regions(batch: int, rows: int, levels: int, most: int, beams: int | None) -> Sizes:
+    """Return the arrays with which a bucket of ``batch`` requests makes trees.
 
     Args:
         rows: rows of a block.
@@ -167,20 +167,37 @@ def tree_regions(batch: int, rows: int, levels: int, most: int, beams: int | Non
         "block prefix_lens": ("int32", batch),
         "block positions": ("int32", batch * rows),
         "block out_slots": ("int32", batch * rows),
-        "depths": ("int32", batch * most),
-        "next_child": ("int32", batch * most),
-        "next_sibling": ("int32", batch * most),
+        **built_regions(batch, most),
     }
     if beams is not None:
-        candidates = beams + (levels - 1) * beams**2
-        regions |= {
-            "scores": ("float32", batch * candidates),
-            "candidate tokens": ("int32", batch * candidates),
-            "candidate parents": ("int32", batch * candidates),
-            "beams": ("int32", batch * beams),
-            "beam tokens": ("int32", batch * beams),
-            "beam parents": ("int32", batch * beams),
-            "ancestors": ("int64", batch * beams * -(-beams * levels // 64)),
-            "least": ("float32", 1),
-        }
+        words = -(-beams * levels // 64)
+        regions |= beam_regions(batch, beams, _candidates(beams, levels), words) | {"least": ("float32", 1)}
     return regions
+
+
+def built_regions(batch: int, most: int) -> Sizes:
+    """Return the arrays of trees of up to ``most`` nodes that no result has."""
+    return dict.fromkeys(("depths", "next_child", "next_sibling"), ("int32", batch * most))
+
+
+def beam_regions(batch: int, topk: int, candidates: int, words: int) -> Sizes:
+    """Return the arrays of the beams of ``topk`` prefixes.
+
+    Args:
+        candidates: candidates of a request, of all levels.
+        words: words of a prefix's ancestors.
+    """
+    return {
+        "scores": ("float32", batch * candidates),
+        "candidate tokens": ("int32", batch * candidates),
+        "candidate parents": ("int32", batch * candidates),
+        "beams": ("int32", batch * topk),
+        "beam tokens": ("int32", batch * topk),
+        "beam parents": ("int32", batch * topk),
+        "ancestors": ("int64", batch * topk * words),
+    }
+
+
+def _candidates(beams: int, levels: int) -> int:
+    """Return the candidates of a request's beams, of all levels."""
+    return beams + (levels - 1) * beams**2

@@ -28,7 +28,7 @@ class BlockLaunches:
     """The launches that draft a bucket's trees."""
 
     def __init__(self, models: Models, memory: BucketMemory, made: BlockTrees) -> None:
-        self._m, self._made, self._given, self._batch = models, made, memory.given, memory.batch
+        self._m, self._made, self._given = models, made, memory.given
         head, a, out = models.head, memory.arrays, memory.found
         assert isinstance(head, BlockHead)
         self._head, self._rows = head, memory.batch * made.levels

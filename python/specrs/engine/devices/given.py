@@ -114,13 +114,13 @@ class Given:
         arrays = {name: np.from_dlpack(a) for name, a in core._device_samplers(list(samplers)).items()}
         edits = [arrays[name] for name in ("edit_tokens", "edit_biases", "edit_outputs")]
         words = arrays["rows"].view(np.int32)
-        used, live = len(edits[0]), len(samplers)
+        used = len(edits[0])
         sampled, penalised = (bool(words[:, column].any()) for column in (_INV_TEMPERATURE, _PENALISED))
         room = None
         if used or sampled or penalised:
-            numbers = self.inputs.host
-            numbers["sampling"][: live * 12] = words.reshape(-1)
-            numbers["edit_begins"][:live], numbers["edit_counts"][:live] = arrays["edit_begins"], arrays["edit_counts"]
+            self.inputs.fill("sampling", words.reshape(-1), 0)
+            for name in ("edit_begins", "edit_counts"):
+                self.inputs.fill(name, arrays[name], 0)
             room = _LEAST_EDITS
             while room < used:
                 room *= 2

@@ -21,7 +21,7 @@ from torch.utils.dlpack import from_dlpack
 from specrs import _specrs as core
 from specrs._specrs import Geometry
 from specrs.engine.config import BlockEngineConfig, EngineConfig
-from specrs.engine.devices.block_lists import MOST_BLOCK_ROWS, BlockTrees
+from specrs.engine.devices.block_lists import MOST_BLOCK_ROWS, BlockTrees, beam_regions, built_regions
 from specrs.engine.devices.format_arrays import FormatArrays, Regions, format_regions, poisons
 from specrs.engine.drafting.chooser import TAIL
 from specrs.models.block_head import BlockHead
@@ -312,20 +312,9 @@ def _drafts(batch: int, shape: core.TreeShape, vocab: int, ordinal: int, unites:
     Args:
         unites: True to add arrays for the head's own trees, which the device unites with others.
     """
-    k, c, v = shape.topk, shape.candidates, shape.draft_tokens
-    regions = {
-        "scores": ("float32", batch * c),
-        "candidate tokens": ("int32", batch * c),
-        "candidate parents": ("int32", batch * c),
-        "beams": ("int32", batch * k),
-        "beam tokens": ("int32", batch * k),
-        "beam parents": ("int32", batch * k),
-        "ancestors": ("int64", batch * k),
-        "select": ("int64", core._device_draft_scratch(shape, batch, vocab, ordinal)),
-        "depths": ("int32", batch * v),
-        "next_child": ("int32", batch * v),
-        "next_sibling": ("int32", batch * v),
-    }
+    v = shape.draft_tokens
+    regions = beam_regions(batch, shape.topk, shape.candidates, 1) | built_regions(batch, v)
+    regions["select"] = "int64", core._device_draft_scratch(shape, batch, vocab, ordinal)
     if unites:
         regions["own offsets"] = ("int32", batch + 1)
         names = ("tokens", "depths", "parents", "next_child", "next_sibling")
