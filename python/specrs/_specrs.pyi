@@ -966,6 +966,97 @@ class PackedLinear:
         """For a gated weight: out [M, N / 2] = silu(gate) * up of rms_norm(x [M, K], norm [K], eps), all float32."""
 
 @final
+class LayerTail:
+    """Everything of a decoder layer behind its projection of queries, keys and values, in one call: `rope_attention`,
+    the product `o` beside the residual stream, and a SwiGLU MLP. Weights of norms are copied.
+    """
+
+    def __new__(
+        cls,
+        o: PackedLinear,
+        gate_up: PackedLinear,
+        down: PackedLinear,
+        norm: _Tensor,
+        eps: float,
+        rope: RopeTable,
+        num_heads: SupportsIndex,
+        scale: float,
+        q_norm: _Tensor | None = None,
+        k_norm: _Tensor | None = None,
+        cap: float | None = None,
+    ) -> Self: ...
+    def forward(
+        self,
+        cache: KvCache,
+        layer: SupportsIndex,
+        plan: Plan,
+        qkv: _Tensor,
+        residual: _Tensor,
+        out: _Tensor,
+        rows: _Tensor | None = None,
+    ) -> None:
+        """out [R, h] = the residual stream behind layer `layer` of the cache, which gets the keys and values of all
+        rows. qkv is [Q, (heads + 2 kv_heads) * head_dim], residual [Q, h] the stream before the layer, all float32.
+        rows, int64 [R]: the rows of `out`; without it R = Q, and `residual` may be `out` itself.
+        """
+
+@final
+class DecoderLayers:
+    """Decoder layers in one call: each is (projection of queries, keys and values, weight of the norm before it,
+    epsilon of that norm, everything behind it).
+    """
+
+    def __new__(cls, layers: _List[tuple[PackedLinear, _Tensor, float, LayerTail]]) -> Self: ...
+    def forward(
+        self,
+        cache: KvCache,
+        first: SupportsIndex,
+        end: SupportsIndex,
+        plan: Plan,
+        x: _Tensor,
+        out: _Tensor,
+    ) -> None:
+        """out [Q, h] = the residual stream x [Q, h] behind layers `first` to `end`, float32. Each writes its keys and
+        values to its layer of the cache. `x` may be `out` itself.
+        """
+
+    def __len__(self) -> int: ...
+
+@final
+class Eagle3Layer:
+    """The one layer of an EAGLE-3 head, and the scores behind it, in one call: queries, keys and values of a feature
+    and a token's embedding, each normalised, everything behind them, and `lm_head` of the norm. Weights of norms are
+    copied.
+    """
+
+    def __new__(
+        cls,
+        feature_norm: _Tensor,
+        of_feature: PackedLinear,
+        embedding_norm: _Tensor,
+        of_embedding: PackedLinear,
+        tail: LayerTail,
+        norm: _Tensor,
+        lm_head: PackedLinear,
+        eps: float,
+    ) -> Self: ...
+    def forward(
+        self,
+        cache: KvCache,
+        plan: Plan,
+        table: _Tensor,
+        tokens: _Tensor,
+        feature: _Tensor,
+        hidden: _Tensor,
+        logits: _Tensor,
+        rows: _Tensor | None = None,
+    ) -> None:
+        """hidden [R, h] = the residual stream behind the layer, which is layer 0 of the cache, and logits [R, V] its
+        scores, all float32. `table` and `tokens` [Q] are those of `embed`; feature is [Q, h]. rows: as in
+        `LayerTail.forward`; without them `feature` may be `hidden` itself.
+        """
+
+@final
 class DraftBeams:
     """Candidates and beams of a batch while the draft model runs: made once, for rounds of up to `max_batch` requests.
     `vocab` is the target's vocabulary; `d2t` (int64 [draft vocabulary]) holds the offset to add to each draft id (the
@@ -1416,6 +1507,11 @@ class TreeBatch:
     def parents(self) -> Array:
         """Parent of each node within its tree (-1 for a root), int32 [nodes]."""
 
+    def proposals(self) -> list[DraftProposal | None]:
+        """The trees of a head as proposals, in which a node's probability is conditional on its parent and its class
+        the tenth that this lies in; `None` for a root alone.
+        """
+
     def __len__(self) -> int: ...
 
 @final
@@ -1649,6 +1745,14 @@ def rope_write(
 
 def rms_norm(x: _Tensor, weight: _Tensor, eps: float, out: _Tensor) -> None:
     """out [M, K] = weight [K] * x [M, K] / sqrt(mean(x^2) + eps), all float32."""
+
+def embed(table: _Tensor, tokens: _Tensor, out: _Tensor) -> None:
+    """out [Q, K] = rows of `table` [vocab, K] (float32, bfloat16 or float16) for `tokens` (int32 or int64 [Q]), as
+    float32. A token outside the vocabulary is a `ConfigError`, and nothing is written then.
+    """
+
+def all_finite(x: _Tensor) -> bool:
+    """Whether no element of `x`, float32, is NaN or an infinity."""
 
 def as_array(tensor: _Tensor) -> Array:
     """Copy the values of `tensor` (CPU, contiguous) into an array, to move a tensor between DLPack libraries."""

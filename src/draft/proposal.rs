@@ -1,11 +1,16 @@
 //! The proposal of a source: a tree below a request's last token.
 
 use crate::error::{Error, Result, in_range, same_length};
+use crate::round::TreeBatch;
 
 /// Most nodes of one proposal.
 pub const MAX_PROPOSED: usize = 4096;
 /// Classes of nodes that a source can tell apart.
 pub const BUCKETS: usize = 64;
+/// Least probability that a proposal of a head's tree gives a node.
+const LEAST: f64 = 1e-6;
+/// Classes of a head's nodes.
+const TENTHS: f64 = 10.0;
 
 /// Nodes in lists of equal length, parents before their children.
 ///
@@ -57,6 +62,26 @@ impl Proposal {
         self.probs.push(prob);
         self.buckets.push(bucket);
         self.tokens.len() - 1
+    }
+
+    /// The trees of a head below their roots: a node's probability is that of its score given its parent's, at least 1e-6,
+    /// and its class the tenth that this lies in.
+    pub fn of_trees(trees: &TreeBatch) -> Vec<Self> {
+        let (parents, tokens, scores) = (trees.parents(), trees.tokens(), trees.scores());
+        let mut end = 0;
+        let each = trees.sizes().map(|size| {
+            let (start, mut own) = (end, Self::default());
+            end += size as usize;
+            for node in start + 1..end {
+                let (parent, score) = (parents[node], f64::from(scores[node]));
+                let over = f64::from(scores[start + parent as usize]);
+                let prob = if score > f64::NEG_INFINITY { (score - over).exp() } else { 0.0 };
+                let prob = prob.clamp(LEAST, 1.0);
+                own.push(parent - 1, tokens[node] as u32, prob as f32, ((prob * TENTHS) as u8).min(TENTHS as u8 - 1));
+            }
+            own
+        });
+        each.collect()
     }
 
     /// Check every node, for a vocabulary of `vocab` tokens.

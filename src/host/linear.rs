@@ -43,7 +43,7 @@ pub enum Weight<'a> {
 }
 
 impl Weight<'_> {
-    fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         match self {
             Weight::F32(w) => w.len(),
             Weight::Bf16(w) => w.len(),

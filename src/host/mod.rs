@@ -13,7 +13,9 @@
 //! | [`kv`] | the KV cache: writes and hazard-free moves |
 //! | [`attention`] | paged attention over a prefix and causal or masked keys |
 //! | [`rope`] | per-head norm, RoPE, KV write and attention in one call |
+//! | [`embed`] | rows of an embedding |
 //! | [`linear`] | matrix products with packed weights, RMSNorm before and residual or SwiGLU after |
+//! | [`layer`] | decoder layers of these in one call |
 //! | [`norm`], [`act`] | RMSNorm, exponential and SiLU |
 //! | [`threads`] | the bounded pool that all kernels share, how many threads it has, and when it is worth waking |
 //! | [`sample`] | bias, penalties, temperature, top-k, top-p, min-p, and the draw of a token |
@@ -23,7 +25,9 @@
 pub mod act;
 pub mod attention;
 mod attention_tile;
+pub mod embed;
 pub mod kv;
+pub mod layer;
 pub mod linear;
 mod linear_memory;
 mod linear_tile;

@@ -1,6 +1,8 @@
 //! Attention over the paged cache, and the fused step of a layer around it: [`crate::host::attention`],
 //! [`crate::host::rope`].
 
+use std::sync::Arc;
+
 use pyo3::prelude::*;
 
 use super::arg::{Int, detached};
@@ -17,7 +19,7 @@ use crate::plan::AuditedPlan;
 use crate::pool::Tables;
 
 /// The plan in the form that the kernels take.
-fn view<'a>(p: &'a AuditedPlan, plan: &'a Plan, tables: &Tables<'a>) -> Result<AttnView<'a>> {
+pub(super) fn view<'a>(p: &'a AuditedPlan, plan: &'a Plan, tables: &Tables<'a>) -> Result<AttnView<'a>> {
     p.check_rows(tables)?;
     let (mask, mask_words) = plan.masks();
     Ok(AttnView {
@@ -68,7 +70,7 @@ fn attend(
     })
 }
 
-fn scores(scale: f32, cap: Option<f32>) -> Result<Scores> {
+pub(super) fn scores(scale: f32, cap: Option<f32>) -> Result<Scores> {
     let invalid = |what, got: f32, why: &str| Err(Error::Invalid { what, got: got.to_string(), why: why.into() });
     if !scale.is_finite() {
         return invalid("scale", scale, "must be finite");
@@ -118,7 +120,7 @@ pub(super) fn attention_reference(
 /// Cosines and sines of RoPE's angles, float32 [positions, half] each. Angle d rotates the elements d and d + half of a
 /// head; the first 2 * half elements of a head are rotated.
 #[pyclass(frozen, module = "specrs._specrs")]
-pub(super) struct RopeTable(rope::RopeTable);
+pub(super) struct RopeTable(pub(super) Arc<rope::RopeTable>);
 
 #[pymethods]
 impl RopeTable {
@@ -127,7 +129,7 @@ impl RopeTable {
     fn new(cos: &Bound<'_, PyAny>, sin: &Bound<'_, PyAny>) -> PyResult<Self> {
         let ([cos, sin], [], []) = Call::on_host().take([("cos", cos), ("sin", sin)], [], [])?;
         let shape @ [_, half] = cos.dims("shape [positions, half]")?;
-        Ok(Self(rope::RopeTable::from_tables(cos.input(&shape)?, sin.input(&shape)?, half)?))
+        Ok(Self(Arc::new(rope::RopeTable::from_tables(cos.input(&shape)?, sin.input(&shape)?, half)?)))
     }
 
     /// Positions.

@@ -1,8 +1,10 @@
 //! Matrix products with packed weights, and RMSNorm: [`crate::host::linear`], [`crate::host::norm`].
 
+use std::sync::Arc;
+
 use pyo3::prelude::*;
 
-use super::arg::detached;
+use super::arg::{detached, guarded};
 use super::dlpack::{Call, DType, Tensor};
 use crate::error::{Error, Result};
 use crate::host::linear::{Add, Storage, Weight};
@@ -16,7 +18,7 @@ use crate::host::{linear, norm};
 ///
 /// A row of the output depends, to the bit, on its own row of x alone: not on the other rows, nor on the threads.
 #[pyclass(frozen, module = "specrs._specrs")]
-pub(super) struct PackedLinear(linear::PackedLinear);
+pub(super) struct PackedLinear(pub(super) Arc<linear::PackedLinear>);
 
 #[pymethods]
 impl PackedLinear {
@@ -41,14 +43,9 @@ impl PackedLinear {
         };
         let shape @ [n, k] = weight.dims("shape [N, K]")?;
         let bias = bias.as_ref().map(|b| b.input::<f32>(&[n])).transpose()?;
-        let rows = match weight.dtype() {
-            DType::F32 => Weight::F32(weight.input(&shape)?),
-            DType::BF16 => Weight::Bf16(weight.input(&shape)?),
-            DType::F16 => Weight::F16(weight.input(&shape)?),
-            other => return Err(weight.mismatch(other, "float32, bfloat16 or float16").into()),
-        };
+        let rows = self::weight(&weight, &shape)?;
         let pack = if gated { linear::PackedLinear::new_gated } else { linear::PackedLinear::new };
-        detached(py, || pack(rows, n, k, bias, storage)).map(Self)
+        detached(py, || pack(rows, n, k, bias, storage)).map(|made| Self(Arc::new(made)))
     }
 
     /// K: elements of a row of x.
@@ -138,6 +135,16 @@ impl PackedLinear {
     }
 }
 
+/// The elements of a matrix of weights.
+fn weight<'a>(tensor: &'a Tensor, shape: &[usize; 2]) -> Result<Weight<'a>> {
+    Ok(match tensor.dtype() {
+        DType::F32 => Weight::F32(tensor.input(shape)?),
+        DType::BF16 => Weight::Bf16(tensor.input(shape)?),
+        DType::F16 => Weight::F16(tensor.input(shape)?),
+        other => return Err(tensor.mismatch(other, "float32, bfloat16 or float16")),
+    })
+}
+
 /// Check the epsilon of a norm.
 pub(super) fn epsilon(eps: f32) -> Result<f32> {
     if eps.is_finite() && eps >= 0.0 {
@@ -161,4 +168,44 @@ pub(super) fn rms_norm(
     let out = out.slice(&shape)?;
     let (x, rms) = (x.input(&shape)?, RmsNorm { weight: weight.input(&[k])?, eps: epsilon(eps)? });
     detached(py, || norm::rms_norm(x, &rms, out))
+}
+
+/// out [Q, K] = rows of `table` [vocab, K] (float32, bfloat16 or float16) for `tokens` (int32 or int64 [Q]), as float32.
+/// A token outside the vocabulary is a `ConfigError`, and nothing is written then.
+#[pyfunction]
+#[pyo3(signature = (table, tokens, out))]
+pub(super) fn embed(
+    py: Python<'_>,
+    table: &Bound<'_, PyAny>,
+    tokens: &Bound<'_, PyAny>,
+    out: &Bound<'_, PyAny>,
+) -> PyResult<()> {
+    let given = [("table", table), ("tokens", tokens)];
+    let ([table, tokens], [], [mut out]) = Call::on_host().take(given, [], [("out", out)])?;
+    let ([_, width], [queries]) = (table.dims("shape [vocab, K]")?, tokens.dims("shape [Q]")?);
+    let shape = [queries, width];
+    let out = out.slice(&shape)?;
+    guarded(py, || embed_rows(&table, &tokens, out, &shape))
+}
+
+/// Fill `out` of a shape [Q, K] with the rows of a table for tokens.
+pub(super) fn embed_rows(
+    table: &Tensor,
+    tokens: &Tensor,
+    out: &mut [f32],
+    &[queries, width]: &[usize; 2],
+) -> Result<()> {
+    let [vocab, _] = table.dims("shape [vocab, K]")?;
+    let table = weight(table, &[vocab, width])?;
+    match tokens.dtype() {
+        DType::I32 => crate::host::embed::embed(table, width, tokens.input::<i32>(&[queries])?, out),
+        _ => crate::host::embed::embed(table, width, tokens.input::<i64>(&[queries])?, out),
+    }
+}
+
+/// Whether no element of `x`, float32, is NaN or an infinity.
+#[pyfunction]
+pub(super) fn all_finite(x: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let x = Tensor::import(x, "x", None)?;
+    Ok(x.input::<f32>(x.shape())?.iter().all(|v| v.is_finite()))
 }

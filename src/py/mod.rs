@@ -49,6 +49,7 @@ mod errors;
 mod geometry;
 mod grammar;
 mod kv;
+mod layer;
 mod linear;
 mod plan;
 mod pool;
@@ -90,7 +91,9 @@ mod _specrs {
     #[pymodule_export]
     use super::kv::{KvCache, kv_move, kv_write};
     #[pymodule_export]
-    use super::linear::{PackedLinear, rms_norm};
+    use super::layer::{DecoderLayers, Eagle3Layer, LayerTail};
+    #[pymodule_export]
+    use super::linear::{PackedLinear, all_finite, embed, rms_norm};
     #[pymodule_export]
     use super::plan::{DeviceLens, FormatBuffers, Moves, Plan, Planner};
     #[pymodule_export]

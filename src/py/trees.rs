@@ -5,9 +5,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
 
-use super::arg::{Int, check_entries, detached, i32s, same_len, u32s};
+use super::arg::{Int, check_entries, detached, guarded, i32s, same_len, u32s};
 use super::dlpack::{Array, Call, Tensor};
-use super::draft_merge::MergedDrafts;
+use super::draft_merge::{DraftProposal, MergedDrafts};
 use super::geometry::TreeShape;
 use crate::draft;
 use crate::error::Result;
@@ -99,6 +99,15 @@ impl TreeBatch {
     #[getter]
     fn parents(&self) -> PyResult<Array> {
         Ok(Array::line(self.0.parents())?)
+    }
+
+    /// The trees of a head as proposals, in which a node's probability is conditional on its parent and its class the tenth
+    /// that this lies in; `None` for a root alone.
+    fn proposals(&self, py: Python<'_>) -> PyResult<Vec<Option<DraftProposal>>> {
+        guarded(py, || {
+            let made = draft::Proposal::of_trees(&self.0);
+            Ok(made.into_iter().map(|one| (!one.is_empty()).then_some(DraftProposal(one))).collect())
+        })
     }
 
     fn __len__(&self) -> usize {

@@ -222,3 +222,39 @@ proptest! {
         prop_assert_eq!(&kept[..], &taken[..kept.len()]);
     }
 }
+
+/// Parents of a tree, and scores that fall along its paths.
+fn scored_tree() -> impl Strategy<Value = (Vec<i32>, Vec<f32>)> {
+    vec((any::<u16>(), 0.0f32..20.0, any::<bool>()), 0..12).prop_map(|nodes| {
+        let (mut parents, mut scores) = (vec![-1], vec![0.0]);
+        for (parent, less, never) in nodes {
+            let parent = usize::from(parent) % parents.len();
+            parents.push(parent as i32);
+            scores.push(if never && less < 2.0 { f32::NEG_INFINITY } else { scores[parent] - less });
+        }
+        (parents, scores)
+    })
+}
+
+proptest! {
+    #[test]
+    fn trees_of_a_head_are_proposals(trees in vec(scored_tree(), 1..4)) {
+        let (parents, scores): (Vec<_>, Vec<_>) = trees.into_iter().unzip();
+        let tokens: Vec<Vec<i32>> = parents.iter().map(|p: &Vec<i32>| (0..p.len() as i32).map(|t| 3 * t).collect()).collect();
+        let batch = TreeBatch::from_scored(&parents, &tokens, &scores).unwrap();
+        let made = Proposal::of_trees(&batch);
+        prop_assert_eq!(made.len(), parents.len());
+        for (i, own) in made.iter().enumerate() {
+            own.check(100).unwrap();
+            prop_assert_eq!(own.len(), parents[i].len() - 1);
+            for node in 1..parents[i].len() {
+                let (parent, score) = (parents[i][node], f64::from(scores[i][node]));
+                let chance = (score - f64::from(scores[i][parent as usize])).exp();
+                let chance = if score == f64::NEG_INFINITY { 1e-6 } else { chance.clamp(1e-6, 1.0) };
+                prop_assert_eq!((own.parents[node - 1], own.tokens[node - 1]), (parent - 1, 3 * node as u32));
+                prop_assert_eq!(own.probs[node - 1], chance as f32);
+                prop_assert_eq!(own.buckets[node - 1], ((chance * 10.0) as u8).min(9));
+            }
+        }
+    }
+}

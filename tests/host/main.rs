@@ -6,6 +6,7 @@ mod common;
 
 mod attention;
 mod kv;
+mod layer;
 mod linear;
 mod round_end;
 mod sample;

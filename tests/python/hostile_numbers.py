@@ -101,6 +101,12 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     linear = core.PackedLinear(zeros(8, 8))
     gated = core.PackedLinear(zeros(16, 8), gated=True)
     plan = native.planner.decode(native.seqs, native.lens)
+    of_qkv, of_o = core.PackedLinear(zeros(32, 8)), core.PackedLinear(zeros(8, 16))
+    rope = core.RopeTable(zeros(64, 4), zeros(64, 4))
+    of_tail: dict[str, Any] = {"o": of_o, "gate_up": gated, "down": linear, "norm": zeros(8), "eps": 1e-5, "rope": rope}
+    of_tail |= {"num_heads": 2, "scale": 1.0, "q_norm": zeros(8), "k_norm": zeros(8), "cap": 2.0}
+    tail = core.LayerTail(**of_tail)
+    layers = [(of_qkv, zeros(8), 1e-5, tail)]
     attend: dict[str, Any] = {"cache": native.cache(), "layer": 0, "plan": plan}
     queries = {"q": zeros(2, 2, 8), "out": zeros(2, 2, 8), "scale": 1.0}
     lender = native.pool.create()
@@ -162,6 +168,21 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "PackedLinear.forward_swiglu": (
             gated.forward_swiglu,
             {"x": zeros(2, 8), "out": zeros(2, 8), "norm": zeros(8), "eps": 1e-5},
+        ),
+        "LayerTail.__new__": (core.LayerTail, of_tail),
+        "LayerTail.forward": (
+            tail.forward,
+            {**attend, "qkv": zeros(2, 32), "residual": zeros(2, 8), "out": zeros(2, 8)},
+        ),
+        "DecoderLayers.__new__": (core.DecoderLayers, {"layers": layers}),
+        "DecoderLayers.forward": (
+            core.DecoderLayers(layers).forward,
+            {"cache": native.cache(), "first": 0, "end": 1, "plan": plan, "x": zeros(2, 8), "out": zeros(2, 8)},
+        ),
+        "Eagle3Layer.__new__": (
+            core.Eagle3Layer,
+            {"feature_norm": zeros(8), "of_feature": of_qkv, "embedding_norm": zeros(8), "of_embedding": of_qkv}
+            | {"tail": tail, "norm": zeros(8), "lm_head": linear, "eps": 1e-5},
         ),
         "DraftBeams.__new__": (
             core.DraftBeams,

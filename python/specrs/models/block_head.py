@@ -23,7 +23,7 @@ from specrs.models.block_config import BlockConfig
 from specrs.models.block_conv import BlockConv
 from specrs.models.cache import new_cache
 from specrs.models.head_files import check_files, layer_kind, layer_prefix, open_head, vocabulary_map
-from specrs.models.layer import LayerTail, Workspace, qkv_names, stacked
+from specrs.models.layer import DecoderLayers, LayerTail, Workspace, qkv_names, stacked
 from specrs.models.llama import ROPE_SLACK, LlamaModel, check_rows
 from specrs.models.loader import Checkpoint
 from specrs.models.ops import KvMemory, Linear, Ops
@@ -70,14 +70,15 @@ class BlockHead:
         self._prefixes = prefixes = [layer_prefix(i) for i in range(config.num_layers)]
         kinds = [layer_kind(weights, prefix) for prefix in prefixes]
         names = [list(qkv_names(prefix)) for prefix in prefixes]
-        self._tails = [LayerTail(ops, config, kind, weights, p) for kind, p in zip(kinds, prefixes, strict=True)]
+        rope = ops.attention.rope(*rope_tables(config.rope, config.head_dim, target.max_context_len + ROPE_SLACK))
+        self._tails = [LayerTail(ops, config, kind, weights, p, rope) for kind, p in zip(kinds, prefixes, strict=True)]
         self._norms = [at.vector(weights.load(f"{p}input_layernorm.weight")) for p in prefixes]
         each = list(zip(names, kinds, strict=True))
         self._qkv = [stacked(dense, weights, of, kind.qkv_bias) for of, kind in each]
         self._kv = [stacked(dense, weights, of[1:], kind.qkv_bias) for of, kind in each]
+        self._layers = DecoderLayers(self._qkv, self._norms, self._tails, self._eps)
         convs = prefixes if config.conv is not None else []
         self._convs = [[BlockConv(config, weights, ops, f"{p}{of}_conv") for of in ("attention", "mlp")] for p in convs]
-        self._rope = ops.attention.rope(*rope_tables(config.rope, config.head_dim, target.max_context_len + ROPE_SLACK))
         wide = LayerTail.widths(config)
         self._write_work = Workspace(at, x=h, n=h, **{f"kv {i}": 2 * config.kv_size for i in range(config.num_layers)})
         self._work = Workspace(at, x=h, qkv=config.qkv_size, **wide, **({} if config.conv is None else {"n": h}))
@@ -154,7 +155,7 @@ class BlockHead:
             self.dense.rms_norm(w["x"], self._context_norm, self._eps, w["n"])
             for i, (product, tail, out) in enumerate(zip(self._kv, self._tails, written, strict=True)):
                 product.forward(w["n"], out)
-                tail.write(kv, i, plan, out, self._rope)
+                tail.write(kv, i, plan, out)
         return written
 
     def draft(
@@ -178,7 +179,9 @@ class BlockHead:
             self._convolved_layers(x, plan, kv, w)
             self.dense.gather(x, logit_rows, t["x"])
         else:
-            self._layers(x, plan, kv, w, logit_rows, t)
+            if (last := len(self._tails) - 1) > 0:
+                self._layers.forward(kv, 0, last, plan, x, w, x)
+            self._layers.last(kv, plan, x, w, logit_rows, t)
         self.dense.rms_norm(t["x"], self._norm, self._eps, t["hidden"])
         self.lm_head.forward(t["hidden"], logits)
         if self.config.logit_scale != 1.0:
@@ -192,21 +195,6 @@ class BlockHead:
             logits.masked_fill_(logits < least, -torch.inf)
         return logits, t["hidden"]
 
-    def _layers(
-        self, x: torch.Tensor, plan: Plan, kv: KvMemory, w: dict[str, torch.Tensor], logit_rows: torch.Tensor,
-        t: dict[str, torch.Tensor],
-    ) -> None:  # fmt: skip
-        """Run all layers over the residual stream x [Q, h]; `x` of ``t`` gets the last one's wanted rows."""
-        last = len(self._tails) - 1
-        for i, (qkv, norm, tail) in enumerate(zip(self._qkv, self._norms, self._tails, strict=True)):
-            qkv.forward(x, w["qkv"], None, norm, self._eps)
-            tail.attend(kv, i, plan, w["qkv"], self._rope, w["attended"])
-            if i < last:
-                tail.mix(x, w["attended"], w, x)
-        self.dense.gather(x, logit_rows, t["x"])
-        self.dense.gather(w["attended"], logit_rows, t["attended"])
-        self._tails[last].mix(t["x"], t["attended"], t, t["x"])
-
     def _convolved_layers(self, x: torch.Tensor, plan: Plan, kv: KvMemory, w: dict[str, torch.Tensor]) -> None:
         """Run all layers over the residual stream x [Q, h], with convolutions around attention and MLP."""
         starts = from_dlpack(plan.qo_indptr).long()
@@ -217,7 +205,7 @@ class BlockHead:
             self.dense.rms_norm(x, norm, self._eps, w["n"])
             before, behind = of_attention.kernels(w["n"])
             qkv.forward(of_attention.convolve(w["n"], before, places), w["qkv"])
-            tail.attend(kv, i, plan, w["qkv"], self._rope, w["attended"])
+            tail.attend(kv, i, plan, w["qkv"], w["attended"])
             tail.o.forward(w["attended"], y)
             x += of_attention.convolve(y, behind, places)
             assert tail.post_norm is not None

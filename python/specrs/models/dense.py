@@ -104,7 +104,7 @@ class HostDense:
             raise ConfigError(f"weights = {placement.weights}: the host's kernels keep {kept}")
         self.placement = placement
         plain = TorchDense(placement)
-        self.embedding, self.gather, self.concat, self.host = plain.embedding, plain.gather, plain.concat, plain.host
+        self.gather, self.concat = plain.gather, plain.concat
         self.rope, self.rms_norm = plain.rope, core.rms_norm
         self.gelu_up, self.scaled_add, self.soft_cap = gelu_up, scaled_add, soft_cap
 
@@ -115,10 +115,16 @@ class HostDense:
         bias = None if bias is None else self.placement.vector(bias)
         return core.PackedLinear(weight.contiguous(), bias, storage, gated)
 
+    def embedding(self, table: torch.Tensor) -> Embedding:
+        return PackedTable(table.contiguous())
+
     def rope_write(self, kv: Any, layer: int, plan: Plan, qkv: torch.Tensor, rope: Any, heads: Heads) -> torch.Tensor:
         q, k, v = _rotated(kv, plan, qkv, rope, heads)
         core.kv_write(kv, layer, plan, k.contiguous(), v.contiguous())
         return q
+
+    def host(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores
 
     def kv_move(self, kv: Any, moves: Moves) -> None:
         core.kv_move(kv, moves)
@@ -146,6 +152,16 @@ class _Table:
             if not bad:
                 raise
             raise ConfigError(f"token = {bad[0]} is outside 0..{vocab} (the vocabulary)") from error
+
+
+class PackedTable:
+    """An embedding that the Rust kernels read."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+
+    def lookup(self, tokens: torch.Tensor, out: torch.Tensor) -> None:
+        core.embed(self.table, tokens, out)
 
 
 class _TorchLinear:

@@ -13,14 +13,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from specrs import _specrs as core
 from specrs._specrs import ConfigError, Plan
 from specrs.models.acceptance import UNKNOWN, Acceptance, read_acceptance
 from specrs.models.block_config import BlockConfig
 from specrs.models.cache import new_cache
+from specrs.models.dense import PackedTable
 from specrs.models.head_config import Eagle1Config, Eagle3Config
 from specrs.models.head_files import check_files, layer_kind, layer_prefix, open_head, vocabulary_map
 from specrs.models.head_inputs import Eagle1Inputs, Eagle3Inputs, HeadInputs, LaterInputs
@@ -70,11 +72,16 @@ class Eagle3Head:
             if "lm_head.weight" in weights:
                 self.lm_head, self._lends = dense.linear(weights.load("lm_head.weight"), scores=True), None
         prefixes = [layer_prefix(i) for i in range(config.num_layers)]
-        self._tails = [LayerTail(ops, config, layer_kind(weights, p), weights, p) for p in prefixes]
+        rope = ops.attention.rope(*rope_tables(config.rope, config.head_dim, target.max_context_len + ROPE_SLACK))
+        self._tails = [LayerTail(ops, config, layer_kind(weights, p), weights, p, rope) for p in prefixes]
         self._later = [LaterInputs(config, weights, ops, p, p == prefixes[-1]) for p in prefixes[1:]]
         self._prefixes = prefixes
-        self._rope = ops.attention.rope(*rope_tables(config.rope, config.head_dim, target.max_context_len + ROPE_SLACK))
         wide, row = LayerTail.widths(config), self._inputs.widths
+        self._passed = "passed" if self._passes_normed else "hidden"  # name of the hidden state that steps read
+        self._fused: core.Eagle3Layer | None = None  # all of a head of one layer in one call
+        if isinstance(self.embedding, PackedTable) and not self._later and not self._passes_normed:
+            self._table = self.embedding.table
+            self._fused = self._inputs.fused(self._tails[0], self._norm, self.lm_head)
         fused, kv_row = self._inputs.feature_widths, self._inputs.kv_widths
         last = {"hidden": h, "passed": h} if self._passes_normed else {"hidden": h}
         whole = {**row, **wide} if self._later else {}  # of the layers before the last
@@ -153,15 +160,9 @@ class Eagle3Head:
         w = self._extend_work.rows(rows)
         wanted = rows if logit_rows is None else logit_rows.numel()
         tail, logits = self._extend_tail.rows(wanted), self._extend_logits.rows(wanted)["logits"]
-        if not rows:
-            return self._predict(tail["x"], tail["attended"], tail, logits)
-        residual = self._attend(tokens, self._inputs.fuse(aux, w), plan, kv, w, w["x"])
-        attended = w["attended"]
-        if logit_rows is not None:
-            self.dense.gather(residual, logit_rows, tail["x"], shift)
-            self.dense.gather(attended, logit_rows, tail["attended"], shift)
-            residual, attended = tail["x"], tail["attended"]
-        return self._predict(residual, attended, tail, logits)
+        if rows:
+            self._run(tokens, self._inputs.fuse(aux, w), plan, kv, w, w["x"], tail, logits, logit_rows, shift)
+        return logits, tail[self._passed]
 
     def write(self, tokens: torch.Tensor, aux: Sequence[torch.Tensor], plan: Plan, kv: KvMemory) -> torch.Tensor:
         """Run rows of `extend` whose logits are not wanted: of the last layer keys and values alone, at less than half
@@ -174,7 +175,7 @@ class Eagle3Head:
             if last:
                 residual = self._whole_layers(residual, plan, kv, w, w["x"])
                 self._later[-1].project(residual, w, queries=False)
-            self._tails[last].write(kv, last, plan, w["kv"], self._rope)
+            self._tails[last].write(kv, last, plan, w["kv"])
         return w["kv"]
 
     def step(
@@ -190,10 +191,9 @@ class Eagle3Head:
         if hidden.shape != (rows, self.config.hidden_size):
             got, want = list(hidden.shape), [rows, self.config.hidden_size]
             raise ConfigError(f"hidden = {got}: must be {want}, a row for each query of the plan")
-        if not rows:
-            return self._predict(w["hidden"], w["attended"], w, logits)
-        residual = self._attend(tokens, hidden.contiguous(), plan, kv, w, w["hidden"])
-        return self._predict(residual, w["attended"], w, logits)
+        if rows:
+            self._run(tokens, hidden.contiguous(), plan, kv, w, w["hidden"], w, logits)
+        return logits, w[self._passed]
 
     def masked(self, plan: Plan, kv: KvMemory) -> torch.Tensor:
         """Rows of a P-EAGLE head that draft the levels behind the first, for each query of a causal plan behind a
@@ -202,24 +202,42 @@ class Eagle3Head:
         token, feature = self._mask
         return self.step(torch.full((plan.queries,), token), feature.expand(plan.queries, -1), plan, kv)[0]
 
-    def _attend(
+    def _run(
         self,
         tokens: torch.Tensor,
         feature: torch.Tensor,
         plan: Plan,
-        kv: KvMemory,
+        kv: Any,
         w: dict[str, torch.Tensor],
         stream: torch.Tensor,
-    ) -> torch.Tensor:
-        """Run everything up to the last layer's attention, which fills `attended` of w; return the residual stream that
-        it adds to, which of several layers lies in `stream`."""
-        residual = self._inputs.project(tokens, feature, w, queries=True)
-        if self._later:
-            residual = self._whole_layers(residual, plan, kv, w, stream)
-            self._later[-1].project(residual, w, queries=True)
-        last = len(self._tails) - 1
-        self._tails[last].attend(kv, last, plan, w["qkv"], self._rope, w["attended"])
-        return residual
+        of_rows: dict[str, torch.Tensor],
+        logits: torch.Tensor,
+        rows: torch.Tensor | None = None,
+        shift: int = 0,
+    ) -> None:
+        """Run rows over all layers and the last product. The residual stream of several layers lies in `stream`; the
+        hidden state of the wanted rows goes to ``of_rows``."""
+        hidden = of_rows["hidden"]
+        if self._fused is not None:
+            rows = rows if rows is None or not shift else rows + shift
+            self._fused.forward(kv, plan, self._table, tokens, feature, hidden, logits, rows)
+        else:
+            residual = self._inputs.project(tokens, feature, w, queries=True)
+            if self._later:
+                residual = self._whole_layers(residual, plan, kv, w, stream)
+                self._later[-1].project(residual, w, queries=True)
+            last = len(self._tails) - 1
+            self._tails[last].forward(kv, last, plan, w["qkv"], residual, w, hidden, rows, shift, of_rows)
+            if not logits.shape[0]:
+                return
+            norm = self._norm
+            if self._passes_normed:
+                assert norm is not None
+                self.dense.rms_norm(hidden, norm, self._eps, of_rows["passed"])
+                hidden, norm = of_rows["passed"], None
+            self.lm_head.forward(hidden, logits, None, norm, self._eps)
+        if self._lends is not None:
+            self._lends.finish(logits)
 
     def _whole_layers(
         self, residual: torch.Tensor, plan: Plan, kv: KvMemory, w: dict[str, torch.Tensor], stream: torch.Tensor
@@ -228,8 +246,7 @@ class Eagle3Head:
         for i, tail in enumerate(self._tails[:-1]):
             if i:
                 self._later[i - 1].project(stream, w, queries=True)
-            tail.attend(kv, i, plan, w["qkv"], self._rope, w["attended"])
-            tail.mix(residual, w["attended"], w, stream)
+            tail.forward(kv, i, plan, w["qkv"], residual, w, stream)
             residual = stream
         return residual
 
@@ -241,19 +258,3 @@ class Eagle3Head:
         if got != want:
             raise ConfigError(f"aux = {got}: must be {want}, features of each query of the plan for each aux layer")
         return rows
-
-    def _predict(
-        self, residual: torch.Tensor, attended: torch.Tensor, w: dict[str, torch.Tensor], logits: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = w["passed" if self._passes_normed else "hidden"]
-        if residual.shape[0]:
-            norm = self._norm
-            self._tails[-1].mix(residual, attended, w, w["hidden"])
-            if self._passes_normed:
-                assert norm is not None
-                self.dense.rms_norm(w["hidden"], norm, self._eps, hidden)
-                norm = None
-            self.lm_head.forward(hidden, logits, None, norm, self._eps)
-            if self._lends is not None:
-                self._lends.finish(logits)
-        return logits, hidden

@@ -27,21 +27,25 @@ class FeatureRows:
         aux_layers: the layers whose input is a feature.
         layers: [rows, h] for each of them.
         stacked: the same memory, [n_aux, rows, h].
-        first: memory for the embedding.
-        turns: memory for each layer's output, by layer; absent where the output stays in place.
         last: the layer whose output leaves this memory.
     """
 
-    __slots__ = ("_repeats", "aux_layers", "first", "last", "layers", "rows", "stacked", "turns")
+    __slots__ = ("_homes", "_repeats", "aux_layers", "last", "layers", "rows", "stacked")
 
     def __init__(self, aux_layers: tuple[int, ...], stacked: torch.Tensor) -> None:
         self.aux_layers, self.stacked, self.rows = aux_layers, stacked, stacked.shape[1]
         self.layers: tuple[torch.Tensor, ...] = stacked.unbind(0)
         homes = dict(zip(aux_layers, self.layers, strict=True))
-        ascending = sorted(homes)
-        self.first, self.last = homes[ascending[0]], ascending[-1]
-        self.turns = {layer: homes[after] for layer, after in pairwise(ascending)}
+        self._homes = sorted(homes.items(), key=lambda home: home[0])
+        self.last = self._homes[-1][0]
         self._repeats = len(homes) < len(self.layers)
+
+    def stretches(self, layers: int, x: torch.Tensor) -> list[tuple[int, int, torch.Tensor]]:
+        """Return the stretches of a pass over so many layers: the first layer and the end of each, and the memory that
+        the stream lies in behind its first layer. That of the first stretch gets the embedding; the last one's is x."""
+        ends = [*(layer for layer, _ in self._homes), layers]
+        memory = [*(home for _, home in self._homes), x]
+        return [(first, end, out) for (first, end), out in zip(pairwise([0, *ends]), memory, strict=True)]
 
     def repeat(self) -> None:
         """Copy the features of layers that are named more than once."""

@@ -9,11 +9,12 @@ from typing import Protocol
 
 import torch
 
+from specrs import _specrs as core
 from specrs.models.config import LayerConfig
 from specrs.models.head_config import Eagle1Config, Eagle3Config
 from specrs.models.head_files import first_norm
 from specrs.models.head_forms import LAYER
-from specrs.models.layer import qkv_names
+from specrs.models.layer import LayerTail, qkv_names
 from specrs.models.loader import Checkpoint
 from specrs.models.ops import Embedding, Linear, Ops
 
@@ -34,6 +35,9 @@ class HeadInputs(Protocol):
 
     def products(self) -> Iterator[tuple[str, Linear]]:
         """Yield the products, with the names of their weights."""
+
+    def fused(self, tail: LayerTail, norm: torch.Tensor | None, lm_head: Linear) -> core.Eagle3Layer | None:
+        """Return `project` and all behind it, of a head of one layer, in one call, where the host's kernels have it."""
 
     def fuse(self, aux: Sequence[torch.Tensor], w: dict[str, torch.Tensor]) -> torch.Tensor:
         """The head's feature [Q, h] from the target's, [Q, target hidden] of each aux layer; may be in `x` of w."""
@@ -72,6 +76,14 @@ class Eagle3Inputs:
             self._kv = dense.linear(kv[:, h:].contiguous()), dense.linear(kv[:, :h].contiguous(), kv_bias)
         self.widths = {"qkv": config.qkv_size, "part": config.qkv_size}
         self.kv_widths = {"kv": 2 * config.kv_size, "part": 2 * config.kv_size}
+
+    def fused(self, tail: LayerTail, norm: torch.Tensor | None, lm_head: Linear) -> core.Eagle3Layer | None:
+        of_feature, of_embedding = self._qkv_hidden, self._qkv_embed
+        if self._norm_first or norm is None or tail.fused is None or not isinstance(lm_head, core.PackedLinear):
+            return None
+        assert isinstance(of_feature, core.PackedLinear) and isinstance(of_embedding, core.PackedLinear)
+        each = self._hidden_norm, of_feature, self._embed_norm, of_embedding
+        return core.Eagle3Layer(*each, tail.fused, norm, lm_head, self._eps)
 
     def products(self) -> Iterator[tuple[str, Linear]]:
         yield "fc", self._fc
@@ -127,6 +139,9 @@ class Eagle1Inputs:
         self.widths = {"qkv": config.qkv_size, "stream": h}
         self.kv_widths = {"kv": 2 * config.kv_size, "stream": h}
         self.feature_widths: dict[str, int] = {}
+
+    def fused(self, tail: LayerTail, norm: torch.Tensor | None, lm_head: Linear) -> None:
+        return None
 
     def products(self) -> Iterator[tuple[str, Linear]]:
         yield "fc of embeddings", self._fc_embed

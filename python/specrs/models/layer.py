@@ -3,12 +3,13 @@ and the scratch memory that its activations live in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from specrs import _specrs as core
 from specrs._specrs import Plan
 from specrs.models.config import LayerConfig, ModelConfig
 from specrs.models.families import LLAMA, Block
@@ -217,9 +218,11 @@ def qkv_products(qkv: Linear | WholeNormQkv, prefix: str) -> Iterator[tuple[str,
 class LayerTail:
     """Everything of a decoder layer after its q/k/v projection."""
 
-    def __init__(self, ops: Ops, config: LayerConfig, kind: LayerKind, weights: Checkpoint, prefix: str) -> None:
+    def __init__(
+        self, ops: Ops, config: LayerConfig, kind: LayerKind, weights: Checkpoint, prefix: str, rope: Any
+    ) -> None:
         at, dense, self._attention = ops.placement, ops.dense, ops.attention
-        self._dense, self._eps, self._block = dense, config.rms_norm_eps, kind.block
+        self._dense, self._eps, self._block, self._rope = dense, config.rms_norm_eps, kind.block, rope
         self._gelu = kind.block.activation == "gelu_tanh"
         self.o = stacked(dense, weights, [f"{prefix}self_attn.o_proj"], kind.o_bias)
         self.gate_up = stacked(dense, weights, kind.gate_up_names(prefix), kind.mlp_bias, gated=not self._gelu)
@@ -235,10 +238,26 @@ class LayerTail:
         )
         scale = config.head_dim**-0.5 if kind.block.score_scale is None else kind.block.score_scale
         self._heads = Heads(config.num_heads, scale, q_norm, k_norm, config.rms_norm_eps, kind.block.score_cap)
+        self.fused = self._fused(rope)
+
+    def _fused(self, rope: Any) -> core.LayerTail | None:
+        """Return the same in one call, where all of it is made of the host's kernels and the family's steps are those
+        that the call has."""
+        heads, block, (o, gate_up, down) = self._heads, self._block, (self.o, self.gate_up, self.down)
+        if block.norms != "before" or block.residual_scale != 1.0 or self._gelu or not isinstance(rope, core.RopeTable):
+            return None
+        if not isinstance(o, core.PackedLinear):
+            return None
+        assert isinstance(gate_up, core.PackedLinear) and isinstance(down, core.PackedLinear)
+        assert self.post_norm is not None
+        norms = heads.q_norm, heads.k_norm
+        return core.LayerTail(
+            o, gate_up, down, self.post_norm, self._eps, rope, heads.count, heads.scale, *norms, heads.cap
+        )
 
     @staticmethod
     def widths(config: LayerConfig, block: Block = LLAMA) -> dict[str, int]:
-        """Memory that `mix` uses beside the residual stream, by name: columns."""
+        """Memory that `forward` uses beside the residual stream, by name: columns."""
         wide = {"y": config.hidden_size, "attended": config.q_size, "act": config.intermediate_size}
         if block.norms != "before" or block.residual_scale != 1.0:
             wide |= {"added": config.hidden_size, "normed": config.hidden_size}
@@ -252,18 +271,51 @@ class LayerTail:
         yield f"{prefix}mlp.gate_up_proj", self.gate_up
         yield f"{prefix}mlp.down_proj", self.down
 
-    def attend(self, kv: KvMemory, index: int, plan: Plan, qkv: torch.Tensor, rope: Any, out: torch.Tensor) -> None:
+    def forward(
+        self,
+        kv: Any,
+        index: int,
+        plan: Plan,
+        qkv: torch.Tensor,
+        residual: torch.Tensor,
+        w: dict[str, torch.Tensor],
+        out: torch.Tensor,
+        rows: torch.Tensor | None = None,
+        shift: int = 0,
+        of_rows: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """out [R, h] = the residual stream after this layer. Layer `index` of `kv` gets all rows' keys and values.
+
+        qkv: rows of queries, keys and values. residual: the stream before the layer, which `out` may be. w: memory of
+        all rows (`widths`). rows: integers [R] or None (all), to each of which ``shift`` is added. of_rows: memory of
+        these (`widths`, and `x`, which `out` may be).
+        """
+        if self.fused is not None:
+            self.fused.forward(kv, index, plan, qkv, residual, out, rows if rows is None or not shift else rows + shift)
+            return
+        self.attend(kv, index, plan, qkv, w["attended"])
+        attended = w["attended"]
+        if rows is not None:
+            # From here on rows are independent, and only these are read.
+            assert of_rows is not None
+            self._dense.gather(residual, rows, of_rows["x"], shift)
+            self._dense.gather(attended, rows, of_rows["attended"], shift)
+            w, residual, attended = of_rows, of_rows["x"], of_rows["attended"]
+        if out.shape[0]:
+            self._mix(residual, attended, w, out)
+
+    def attend(self, kv: KvMemory, index: int, plan: Plan, qkv: torch.Tensor, out: torch.Tensor) -> None:
         """Layer `index` of `kv` gets the rows' keys and values; out [Q, H D] is what the queries read."""
-        self._attention.attend(kv, index, plan, qkv, rope, self._heads, out)
+        self._attention.attend(kv, index, plan, qkv, self._rope, self._heads, out)
 
-    def write(self, kv: KvMemory, index: int, plan: Plan, rows: torch.Tensor, rope: Any) -> None:
+    def write(self, kv: KvMemory, index: int, plan: Plan, rows: torch.Tensor) -> None:
         """Layer `index` of `kv` gets the keys and values of `rows` [Q, 2 Hkv D]."""
-        self._attention.write(kv, index, plan, rows, rope, self._heads)
+        self._attention.write(kv, index, plan, rows, self._rope, self._heads)
 
-    def mix(
+    def _mix(
         self, residual: torch.Tensor, attended: torch.Tensor, w: dict[str, torch.Tensor], out: torch.Tensor
     ) -> None:
-        """out [R, h] = the residual stream after this layer. Uses memory of w (`widths`); `out` may be `residual`."""
+        """out [R, h] = the residual stream after this layer; `out` may be `residual`."""
         self._add(self.o, attended, residual, self._attention_norm, w, w["y"])
         if self._gelu:
             self.gate_up.forward(w["y"], w["gate_up"], None, self.post_norm, self._eps)
@@ -292,6 +344,63 @@ class LayerTail:
             self._dense.rms_norm(added, norm, self._eps, w["normed"])
             added = w["normed"]
         self._dense.scaled_add(residual, added, scale, out)
+
+
+class DecoderLayers:
+    """Decoder layers whose queries, keys and values are a product of the normalised residual stream.
+
+    Args:
+        qkv: each layer's projection of queries, keys and values.
+        norms: weight of the norm before each, or ``None``.
+        tails: everything behind each.
+    """
+
+    def __init__(
+        self, qkv: Sequence[Qkv], norms: Sequence[torch.Tensor | None], tails: Sequence[LayerTail], eps: float
+    ) -> None:
+        self._each, self._eps = list(zip(qkv, norms, tails, strict=True)), eps
+        whole = [
+            (product, norm, eps, tail.fused)
+            for product, norm, tail in self._each
+            if isinstance(product, core.PackedLinear) and norm is not None and tail.fused is not None
+        ]
+        self._fused = core.DecoderLayers(whole) if whole and len(whole) == len(self._each) else None
+
+    def forward(
+        self,
+        kv: Any,
+        first: int,
+        end: int,
+        plan: Plan,
+        x: torch.Tensor,
+        w: dict[str, torch.Tensor],
+        out: torch.Tensor,
+    ) -> None:
+        """out = the residual stream x [Q, h] after layers ``first`` to ``end``; `out` may be `x`. w: memory of
+        `LayerTail.widths`, and `qkv`."""
+        if self._fused is not None:
+            self._fused.forward(kv, first, end, plan, x, out)
+            return
+        for i in range(first, end):
+            product, norm, tail = self._each[i]
+            product.forward(x, w["qkv"], None, norm, self._eps)
+            tail.forward(kv, i, plan, w["qkv"], x, w, out)
+            x = out
+
+    def last(
+        self,
+        kv: Any,
+        plan: Plan,
+        x: torch.Tensor,
+        w: dict[str, torch.Tensor],
+        rows: torch.Tensor,
+        of_rows: dict[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return some rows of the stream x after the last layer, in `x` of ``of_rows``."""
+        product, norm, tail = self._each[-1]
+        product.forward(x, w["qkv"], None, norm, self._eps)
+        tail.forward(kv, len(self._each) - 1, plan, w["qkv"], x, w, of_rows["x"], rows, 0, of_rows)
+        return of_rows["x"]
 
 
 def stacked(dense: Dense, weights: Checkpoint, names: list[str], bias: bool, gated: bool = False) -> Linear:

@@ -9,7 +9,7 @@ One forward serves every phase, since the plan says where each row's KV goes and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from specrs.models.config import ModelConfig
 from specrs.models.errors import UnsupportedModelError
 from specrs.models.features import FeatureMemory, FeatureRows
 from specrs.models.layer import (
+    DecoderLayers,
     LayerKind,
     LayerTail,
     Workspace,
@@ -62,11 +63,13 @@ class LlamaModel:
         self._norm = norm
         prefixes = [f"model.layers.{i}." for i in range(config.num_layers)]
         names = [kind.norms(prefix).before_attention for prefix in prefixes]
-        self._input_norms = [norm_weight(at, weights, name, config.block) for name in names]
+        input_norms = [norm_weight(at, weights, name, config.block) for name in names]
         self._qkv_work = qkv_work(at, config, config.block)
         self._qkv = [qkv_of(ops, config, kind, weights, prefix, self._qkv_work) for prefix in prefixes]
-        self._tails = [LayerTail(ops, config, kind, weights, prefix) for prefix in prefixes]
-        self._ropes = self._rope_tables()
+        ropes = self._rope_tables()
+        each = zip(prefixes, ropes, strict=True)
+        self._tails = [LayerTail(ops, config, kind, weights, prefix, rope) for prefix, rope in each]
+        self._layers = DecoderLayers(self._qkv, input_norms, self._tails, config.rms_norm_eps)
         wide = LayerTail.widths(config, config.block)
         self._work = Workspace(at, x=h, qkv=config.qkv_size, **wide)
         self._tail_work = Workspace(at, x=h, **wide)
@@ -172,35 +175,25 @@ class LlamaModel:
         """
         rows = check_rows(tokens, plan)
         w = self._work.rows(rows)
-        x, qkv, attended = w["x"], w["qkv"], w["attended"]
-        eps = self.config.rms_norm_eps
         features = self._check_features(aux, rows)
         if not rows:
             return self._logits.rows(0)["logits"], features
-        turns: Mapping[int, torch.Tensor] = {}
-        last = len(self._tails) - 1
+        eps, last = self.config.rms_norm_eps, len(self._tails) - 1
         final = features is not None and features.last > last
-        if features is not None and not final:
-            x, turns = features.first, features.turns
+        stretches = [(0, last + 1, w["x"])] if features is None or final else features.stretches(last + 1, w["x"])
+        x = stretches[0][2]
         self.embedding.lookup(tokens, x)
         if self._embedding_scale != 1.0:
             x.mul_(self._embedding_scale)
-        for i, tail in enumerate(self._tails):
-            out = turns.get(i, x)
-            if features is not None and i == features.last:
-                out = w["x"]
-            self._qkv[i].forward(x, qkv, None, self._input_norms[i], eps)
-            tail.attend(kv, i, plan, qkv, self._ropes[i], attended)
-            if i == last and logit_rows is not None and not final:
-                # From here on rows are independent, and only these are read.
-                w = self._tail_work.rows(logit_rows.numel())
-                self._dense.gather(x, logit_rows, w["x"])
-                self._dense.gather(attended, logit_rows, w["attended"])
-                x = out = w["x"]
-                attended = w["attended"]
-            if x.shape[0]:
-                tail.mix(x, attended, w, out)
-            x = out
+        of_rows = None if logit_rows is None or final else self._tail_work.rows(logit_rows.numel())
+        for first, end, out in stretches:
+            end -= of_rows is not None and end > last
+            if first < end:
+                self._layers.forward(kv, first, end, plan, x, w, out)
+                x = out
+        if of_rows is not None:
+            assert logit_rows is not None
+            x = self._layers.last(kv, plan, x, w, logit_rows, of_rows)
         if features is not None and final:
             self._dense.rms_norm(x, self._norm, eps, features.layers[0])
             if logit_rows is not None:

@@ -173,7 +173,7 @@ fn increment_version(obj: &Bound<'_, PyAny>) -> PyResult<Option<Arc<Py<PyAny>>>>
         return Ok(None);
     }
     // The function beneath `torch.autograd.graph.increment_version`, whose Python wrapper takes more than half of the
-    // time; a decode pass makes some 70 of these calls. Both take tensors in a tuple.
+    // time. Both take tensors in a tuple.
     let found = match torch.getattr_opt(intern!(py, "_C"))?.map(|c| c.getattr_opt(intern!(py, "_increment_version"))) {
         Some(Ok(Some(function))) => function,
         _ => py.import(intern!(py, "torch.autograd.graph"))?.getattr(intern!(py, "increment_version"))?,

@@ -6,7 +6,6 @@ the host, and the host decides by them.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -240,7 +239,7 @@ class HostDrafts(KeptInputs):
         rows = torch.tensor([end - 1 for end in accumulate(e.count for e in entries)])
         logits, hidden = self._extend(*inputs, rows)
         # A hidden state depends on all draft KV before it. So if it is sound, all of that draft KV is sound.
-        sound = math.isfinite(hidden.sum().item())
+        sound = core.all_finite(self.head.dense.host(hidden))
         found: list[object] = []
         for i, r in enumerate(requests):
             error = None if sound else non_finite("draft hidden state", hidden[i])

@@ -22,7 +22,7 @@ from specrs.engine.drafting.budget import Account
 from specrs.engine.drafting.chooser import TreePolicy
 from specrs.engine.drafting.costs import HOSTED
 from specrs.engine.drafting.sources import GRAMMAR, HEAD, DraftSession, Sources
-from specrs.engine.drafting.trees import Drafted, VerifiedTrees, head_proposals
+from specrs.engine.drafting.trees import Drafted, VerifiedTrees
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.grammars import Grammars
 from specrs.engine.request.request import Passed, Request
@@ -193,7 +193,7 @@ class Gathering:
             drafted: the head's trees, with the cumulative log-probability that it gives each node.
         """
         assert drafted.trees is not None
-        head, nothing = head_proposals(drafted.trees), list[DraftProposal | None]([None] * len(self.names))
+        head, nothing = drafted.trees.proposals(), list[DraftProposal | None]([None] * len(self.names))
         others = [nothing] * len(head) if proposals is None else proposals.said
         said = [[*said[:-2], own, said[-1]] for said, own in zip(others, head, strict=True)]
         beside = self._policy.costs.drafting(len(batch), len(batch), drafted.levels)

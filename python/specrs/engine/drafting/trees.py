@@ -6,20 +6,18 @@ origin of each node (`VerifiedTrees.origins`). A node's parent is of all origins
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Protocol
 
 from torch.utils.dlpack import from_dlpack
 
-from specrs._specrs import Accepts, DraftProposal, MergedDrafts, NonFiniteError, TreeBatch
+from specrs._specrs import Accepts, MergedDrafts, NonFiniteError, TreeBatch
 from specrs.engine.drafting.sources import HEAD
 from specrs.engine.request.request import Passed
 from specrs.engine.request.traces import DraftTree
 
 _HEADS, _HOSTS = 1, 2  # bits of an origin
-_DECILES = 10  # calibration classes of the head's nodes
 
 
 class Drafted(Protocol):
@@ -104,18 +102,3 @@ def traced(
             masks[node] = head * (origin & _HEADS) | (sources[hosts[node]] if hosts[node] else 0)
         found.append(DraftTree.of(own_tokens, own_parents, paths[i], names, masks))
     return found
-
-
-def head_proposals(trees: TreeBatch) -> list[DraftProposal | None]:
-    """Return the head's trees as proposals, in which a node's probability is conditional on its parent."""
-    arrays = [from_dlpack(a).tolist() for a in (trees.parents, trees.tokens, trees.scores)]
-    proposals: list[DraftProposal | None] = []
-    first = 0
-    for size in trees.sizes:
-        parents, tokens, scores = (array[first : first + size] for array in arrays)
-        first += size
-        pairs = zip(scores[1:], parents[1:], strict=True)
-        probs = [min(max(math.exp(s - scores[p]) if s > -math.inf else 0.0, 1e-6), 1.0) for s, p in pairs]
-        buckets = [min(int(p * _DECILES), _DECILES - 1) for p in probs]
-        proposals.append(DraftProposal([p - 1 for p in parents[1:]], tokens[1:], probs, buckets) if probs else None)
-    return proposals
