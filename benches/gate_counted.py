@@ -13,23 +13,19 @@ import statistics
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import specrs.engine.drafting.chooser as chooser
-import specrs.engine.drafting.gathering as gathering_module
-import specrs.engine.drafting.plans as plans_module
-import specrs.engine.rounds.runner as runner_module
 from gate_texts import CODE, KINDS
 from specrs import LLM, SamplingParams
 from specrs import _specrs as core
 from specrs.assets import model_dir
-from specrs.engine.drafting.costs import Costs, PassCost
-from specrs.engine.drafting.plans import RoundOutcome
+from specrs.engine.drafting.costs import Costs, Pace, PassCost
 from specrs.engine.drafting.sources import DraftSession
+from specrs.engine.rounds.flight import Flight
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 # Milliseconds on a quiet machine of two cores, one thread, the model in the package.
@@ -58,16 +54,6 @@ class Block:
             PassCost(ROWS, [ms / 1e3 * some / whole for ms in TABLE["target"]])
             for some in (sum(parts.values()) - writes, writes)
         )
-        rows = head.config.block_size
-        both = [self.rows.at(n * rows) + self.write.at(2 * n) for n in (1, 2, 4, 8)]
-        self.tables = {"draft_step": PassCost([1], [0.0]), "draft_extend": PassCost([2, 4, 8, 16], both)}
-
-
-class Frozen(Costs):
-    """Costs that nothing moves."""
-
-    def observe(self, kind: int, batch: int, expected: float, seconds: float) -> None:
-        """Take no notice."""
 
 
 class Counter:
@@ -84,22 +70,21 @@ class Counter:
         tables = {name: PassCost(ROWS, [ms / 1e3 for ms in row]) for name, row in TABLE.items()}
         drafts = runner.executor.drafts
         block = None if drafts is None or drafts.head.passes != "block" else Block(drafts.head, runner.executor.target)
-        plain, drafting = (ms / 1e3 for ms in BESIDE)
-        extend = tables["draft_extend"]
-        if block is not None:
-            extend, tables = block.write, {**tables, **block.tables}
-        self.costs = Frozen(**tables, resume=extend, beside=[plain, drafting, drafting])
+        extend, nothing = tables["draft_extend"], PassCost([1], [0.0])
+        self.costs, pace = Costs(tables["target"], nothing if block is not None else tables["draft_step"]), Pace()
         self._price(runner.executor.target, "forward", lambda n: self.costs.target.at(n))
-        observe = runner.drafting.observe
+        runner.drafting.clock = lambda: self.seconds
+        collect = runner._collect
 
-        def observed(outcome: RoundOutcome) -> None:
-            beside = BESIDE[outcome.plan.drafts] / 1e3  # what Python spends beside the passes of a round
-            self.seconds += beside
-            observe(replace(outcome, seconds=None if outcome.seconds is None else outcome.seconds + beside))
+        def collected(flight: Flight) -> None:
+            plan, _ = flight.rounds[0]
+            self.seconds += BESIDE[plan.drafts] / 1e3  # what Python spends beside the passes of a round
+            collect(flight)
 
-        runner.drafting.observe = observed
+        runner._collect = collected
         if llm.speculative:
-            runner.drafting.policy.costs = self.costs
+            own = (PassCost(one.rows, one.table[1], pace) for one in (self.costs.target, self.costs.draft_step))
+            runner.drafting.policy.costs = Costs(*own)
             runner.drafting.price(runner.drafting.policy)
         if drafts is None:
             return
@@ -109,8 +94,8 @@ class Counter:
             self._price_writes(head, block.write)
             return
         self._price(head, "step", lambda n: costs.draft_step.at(n))
-        self._price(head, "write", lambda n: costs.draft_extend.at(n))
-        self._price(head, "extend", lambda n: costs.draft_extend.at(n))
+        self._price(head, "write", extend.at)
+        self._price(head, "extend", extend.at)
 
     def _price(self, owner: Any, name: str, price: Any) -> None:
         run = getattr(owner, name)
@@ -130,30 +115,20 @@ class Counter:
 
         head.write = counted
 
-    def perf_counter(self) -> float:
-        """The engine's clock."""
-        return self.seconds
-
     @contextmanager
     def clock(self) -> Iterator[None]:
-        """Within the context, let engines that draft by default read this clock."""
-        modules: tuple[Any, ...] = (plans_module, runner_module, gathering_module)
+        """Within the context, let asking sources take time."""
         asks: Any = DraftSession.propose
 
         def charged(told: DraftSession, *args: Any) -> Any:
             self.seconds += ASKED / 1e3
             return asks(told, *args)
 
-        reals = [module.time for module in modules]
-        for module in modules:
-            module.time = self
         DraftSession.propose = charged  # type: ignore[method-assign]
         try:
             yield
         finally:
             DraftSession.propose = asks
-            for module, real in zip(modules, reals, strict=True):
-                module.time = real
 
     def price(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], llm: LLM

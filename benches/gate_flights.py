@@ -30,10 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests/python"))
 
 import flight_world as world
 import specrs.engine.config as config_module
-import specrs.engine.drafting.gathering as gathering_module
-import specrs.engine.drafting.plans as plans_module
 import specrs.engine.llm as llm_module
-import specrs.engine.rounds.runner as runner_module
 from common import commit, versions
 from gate_texts import KINDS
 from specrs import LLM, SamplingParams, assets
@@ -63,7 +60,7 @@ class Clock:
         self.device = max(self.device, self.host) + price
         return self.device
 
-    def perf_counter(self) -> float:
+    def seconds(self) -> float:
         """The engine's clock, in seconds."""
         return self.host / 1e3
 
@@ -90,6 +87,8 @@ class Drafts(world.DeviceDrafts):
 
 class Priced(world.Device):
     """A device whose passes have prices."""
+
+    clock = CLOCK.seconds
 
     def _drafts(self, head: Any, cache: Any, config: Any) -> Drafts:
         return Drafts(self, head, cache, config)
@@ -160,8 +159,6 @@ def main() -> None:
     llm_module.HostExecutor = type("Device", (Priced,), {"told": world.Told()})  # type: ignore[misc]
     config_module.AUTO_TREE = config_module.AUTO_GPU_TREE
     world.Round._found = waited(world.Round._found)
-    for module in (gathering_module, plans_module, runner_module):
-        module.time = CLOCK  # type: ignore[attr-defined]
     drafting, plain = engine(args.batch), engine(args.batch, speculative=False)
     policy = drafting._runner.drafting.policy
     rows: dict[str, Any] = {}

@@ -85,8 +85,6 @@ def policy(step: float = 0.2, growth: float = 0.02) -> Engine:
             target=PassCost(_ROWS, [1.0 + growth * r for r in _ROWS]),
             draft_step=PassCost(_ROWS, [step] * 3),
             draft_extend=extend,
-            resume=extend,
-            beside=[1e-4, 2e-4, 2e-4],
         )
     )
 
@@ -106,12 +104,7 @@ def decode(p: Engine, requests: Sequence[Simulated], rng: random.Random) -> Deco
 def _round(p: Engine, live: Sequence[Simulated], rng: random.Random, claims: Sequence[float], done: Decoded) -> None:
     """One round of a batch."""
     batch, costs, plain, kind = len(live), p.costs, p.costs.plain(len(live)), p.kind(1.0)
-    drafting = [r.account.left(batch) >= max(p.resuming(r.lag, batch), 1e-9) for r in live]
-    for r, drafts in zip(live, drafting, strict=True):
-        if drafts and r.lag:
-            waited = p.resuming(r.lag, batch)
-            r.account.pay(waited, batch)
-            done.took += waited
+    drafting = [r.account.left(batch) > 0.0 for r in live]
     some = [r for r, drafts in zip(live, drafting, strict=True) if drafts]
     nodes: list[int] = []
     seconds = plain
@@ -119,7 +112,7 @@ def _round(p: Engine, live: Sequence[Simulated], rng: random.Random, claims: Seq
         levels = 1
         while levels < _DEPTH and p.deepen(batch, levels, [(kind, claims[levels - 1 : levels]) for _ in some]):
             levels += 1
-        drafts_cost = costs.drafting(batch, batch, levels)
+        drafts_cost = sum(costs.draft_extend.at(r.lag) for r in some) + (levels - 1) * costs.draft_step.at(len(some))
         chain = DraftProposal(list(range(-1, levels - 1)), list(range(levels)), [_CLAIM] * levels)
         cost = costs.target.table, drafts_cost, list[int]()
         asked = [(0, [chain if drafts else None], levels, None) for drafts in drafting]
@@ -140,7 +133,7 @@ def _round(p: Engine, live: Sequence[Simulated], rng: random.Random, claims: Seq
             wins.append(accepted)
             kind.learn(gain)
             p.calibration.grade([chain], [*range(drawn[id(r)]), _DEPTH])
-            r.lag, r.rounds = 0, r.rounds + 1
+            r.lag, r.rounds = accepted + 1, r.rounds + 1
         else:
             r.lag = min(r.lag + 1, TAIL)
     won = p.won(batch, sum(n > 0 for n in nodes), seconds, wins) if some else []

@@ -106,7 +106,8 @@ def choosing(gathering: Gathering, sizes: Callable[[MergedDrafts], int], monkeyp
 
     def cut(*args: Any) -> HostTrees:
         trees, found = merged(*args), []
-        for tree, own in zip(trees.drafts, trees.head, strict=True):
+        for tree, said in zip(trees.drafts, gathering._last.said, strict=True):
+            own = said[-2]  # the head's
             whole = merge_drafts(tree.tokens[0], vocab, [] if own is None else [own], MOST_NODES, MOST_NODES)
             found.append(whole.pruned(sizes(whole), MOST_NODES))
         return replace(trees, drafts=found)

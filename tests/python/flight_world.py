@@ -8,6 +8,7 @@ ring of few slots. It can be told to fail anywhere on the way.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -243,6 +244,7 @@ class Device(HostExecutor):
     """Runs rounds ahead."""
 
     launched = True
+    clock = staticmethod(time.perf_counter)
     told = Told()
 
     def __init__(self, target: Any, head: Any, config: Any, geometry: core.Geometry, pool: core.Pool) -> None:

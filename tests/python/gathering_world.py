@@ -8,13 +8,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-import specrs.engine.drafting.gathering as gathering_module
 from specrs._specrs import TreeShape
 from specrs.drafters import DraftRequest, Proposal
 from specrs.engine.drafting.chooser import TreePolicy
-from specrs.engine.drafting.costs import HOSTED, Costs, PassCost
+from specrs.engine.drafting.costs import Costs, PassCost
 from specrs.engine.drafting.decisions import Drafting
 from specrs.engine.drafting.gathering import Gathering
 from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
@@ -31,7 +28,7 @@ class Clock:
 
     now: float = 0.0
 
-    def perf_counter(self) -> float:
+    def seconds(self) -> float:
         return self.now
 
 
@@ -56,6 +53,7 @@ class Text:
         self.draws = SimpleNamespace(grammar=None)
         self.prediction: list[int] = []
         self.prefill_target = self.prompt_len
+        self.proposed = self.drafting_rounds = 0
         self.seq, self.committed, self.error, self.finish_reason = None, 0, None, None
 
     @property
@@ -112,12 +110,14 @@ class World:
     """One engine's gathering.
 
     Attributes:
+        target: what the target's passes take.
         rounds, drafted: number of rounds that it has run, and of those with drafts.
     """
 
     clock: Clock
     drafting: Drafting
     gathering: Gathering
+    target: PassCost
     rounds: int = 0
     drafted: int = 0
 
@@ -134,24 +134,23 @@ class World:
         began = self.clock.now
         while live := [t for t in texts if t.remaining > 0]:
             batch = Batch(live)  # type: ignore[arg-type]
-            proposals = self.gathering.ask(batch)
+            proposals = self.drafting._ask(batch)
+            planned = self.clock.now
             self.rounds += 1
             hosted = None if proposals is None else proposals.trees
             sizes = [1] * len(live) if hosted is None else [len(tree) for tree in hosted.drafts]
             if hosted is None:
-                self.clock.now += self.costs.plain(len(live))
+                self.clock.now += self.target.at(len(live))
                 for t in live:
                     t.tokens.append(t.all[len(t.tokens)])
                 passed = [Passed(t, t.tokens[-1:], 1) for t in live]  # type: ignore[arg-type]
             else:
                 self.drafted += 1
-                self.clock.now += self.costs.target.at(sum(sizes)) + self.costs.beside[HOSTED]
+                self.clock.now += self.target.at(sum(sizes))
                 passed = [self._walk(t, tree) for t, tree in zip(live, hosted.drafts, strict=True)]
             verified: Any = SimpleNamespace(trees=SimpleNamespace(sizes=sizes))
-            outcome = RoundOutcome(RoundPlan(batch, trees=hosted), hosted, range(len(live)), passed, verified, 0.0)
-            for t, p in zip(live, passed, strict=True):
-                self.drafting.account(t).earn(p.kept, len(live))  # type: ignore[arg-type]
-            self.drafting._book(outcome, self.drafting._seconds(outcome))
+            plan, took = RoundPlan(batch, trees=hosted, began=planned), self.clock.now - planned
+            self.drafting.observe(RoundOutcome(plan, hosted, range(len(live)), passed, verified, took))
             for t in live:
                 if t.remaining <= 0:
                     self.drafting.forget(t)  # type: ignore[arg-type]
@@ -169,18 +168,10 @@ class World:
         return Passed(t, drawn, len(drawn))  # type: ignore[arg-type]
 
 
-def world(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, sources: Sequence[Any], rows: dict[int, float],
-    tiers: Sequence[int] | None = None, head: float = 9.0, hosted: float = 3e-4,
-) -> World:  # fmt: skip
-    """An engine whose target's passes take so many seconds, by their rows.
-
-    head: seconds of its head's passes; hosted: seconds of rounds with the host's trees beside their passes.
-    """
-    monkeypatch.setattr(gathering_module, "time", clock)
-    dear = PassCost([1, 8], [head, head])
-    costs = Costs(PassCost(list(rows), list(rows.values())), dear, dear, dear, beside=[1e-4, 3e-4, hosted])
+def world(clock: Clock, sources: Sequence[Any], rows: dict[int, float], tiers: Sequence[int] | None = None) -> World:
+    """An engine whose target's passes take so many seconds, by their rows."""
+    target, known = (PassCost(list(rows), list(rows.values())) for _ in range(2))
     gathering = Gathering(Sources(tuple(map(Source.of, sources)), VOCAB), 16, 15, tiers)
-    drafting = Drafting(TreeShape(1, 8, 9), 1, False, gathering, tiers is not None)
-    drafting.price(TreePolicy(costs))
-    return World(clock, drafting, gathering)
+    drafting = Drafting(TreeShape(1, 8, 9), 1, False, gathering, tiers is not None, clock=clock.seconds)
+    drafting.price(TreePolicy(Costs(known)))
+    return World(clock, drafting, gathering, target)

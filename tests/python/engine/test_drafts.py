@@ -338,6 +338,7 @@ def test_chains_that_the_cost_model_cuts(pair: Pair, monkeypatch: pytest.MonkeyP
 
     choosing(drafting.gathering, lambda tree: rng.randrange(1, len(tree) + 1), monkeypatch)
     monkeypatch.setattr(policy, "deepen", lambda *_: rng.random() < 0.8)
+    monkeypatch.setattr(drafting, "warms", lambda *_: True)
     monkeypatch.setattr(drafting, "pays", lambda r, *_: r.produced < 2 or rng.random() < 0.8)
     for i in range(4):
         run.add(prompt(i, 6 + i), 40)

@@ -53,6 +53,10 @@ class Device:
     log: list[str] = field(default_factory=list)
 
     @property
+    def clock(self) -> Any:
+        return self.host.clock
+
+    @property
     def planner(self) -> core.Planner:
         return self.host.planner
 

@@ -509,7 +509,7 @@ def test_those_who_draft_may_have_ended(world: World) -> None:
     llm = LLM(world.target, world.draft, max_batch=2, max_context_len=CONTEXT)
     trees = core.TreeBatch.from_parents([[-1]], [[3]])
     params = SimpleNamespace(speculative=False)
-    request = SimpleNamespace(finish_reason=None, proposed=0, drafting_rounds=0, params=params)
+    request = SimpleNamespace(request_id=0, finish_reason=None, proposed=0, drafting_rounds=0, params=params)
     plan: Any = RoundPlan([request, request], head=[True, False], levels=3)  # type: ignore[arg-type]
     verified: Any = SimpleNamespace(trees=trees)
     passed: Any = [SimpleNamespace(request=request, tokens=[3], kept=1)]

@@ -19,6 +19,7 @@ from modelzoo import Pair, write_target
 from reference_drafts import Tree
 from specrs import LLM, SamplingParams
 from specrs.drafters import Proposal
+from specrs.engine.drafting.budget import RATE
 from specrs.engine.drafting.chooser import TAIL, TreePolicy
 from specrs.engine.drafting.plans import RoundPlan
 
@@ -73,6 +74,7 @@ def begins(llm: LLM, tail: int | None) -> None:
 def decide(monkeypatch: pytest.MonkeyPatch, llm: LLM, follows: bool, drafts: bool = False) -> None:
     """The head follows every request from its prompt on, or none, and drafts in all rounds, or in none."""
     monkeypatch.setattr(llm._runner.drafting, "follows", lambda *_: follows)
+    monkeypatch.setattr(llm._runner.drafting, "warms", lambda *_: True)
     monkeypatch.setattr(llm._runner.drafting, "pays", lambda r, *_: drafts or (r.head.root is None and r.produced < 2))
     monkeypatch.setattr(policy_of(llm), "deepen", lambda *_: True)
     gathering = llm._runner.drafting.gathering
@@ -311,3 +313,30 @@ def test_a_head_that_may_begin_anywhere_is_not_given_up_for_what_waits(
             assert r.head.followed or r.remaining < 5  # near its end it waits for no more drafts
             most = max(most, r.lag)
     assert 32 <= most < 32 + page_size
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_features_are_kept_only_while_drafts_may_soon_be_paid(pair: Pair, page_size: int) -> None:
+    """A request whose bucket is empty keeps none until it is nearly full enough, and then drafts behind the positions
+    that it has kept; tokens stay those of plain decoding."""
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    [want] = LLM(pair.target, speculative=False).generate([PROMPT], params)
+    llm = LLM(pair.target, pair.draft, page_size=page_size, max_context_len=512)
+    drafting = llm._runner.drafting
+    llm.add(PROMPT, params)
+    events = llm.step()
+    [r] = llm._scheduler._admitted
+    account, cold, back = drafting.account(r), 0, 0
+    account.request.pay(account.request.left + 100 * RATE)  # what it earns by 100 tokens
+    account.engine.left = 1e9
+    while llm.unfinished:
+        empty = account.left(1) <= -RATE * (TAIL + page_size)
+        events += llm.step()
+        if r.finish_reason is None:
+            assert r.head.warm != empty and (r.head.warm or r.head.features is None)
+            cold, back = cold + (empty and not back), back or (r.drafting_rounds > 0 and r.head.first)
+    assert events[-1].output is not None and events[-1].output.token_ids == want.token_ids
+    assert events[-1].output.draft_error is None
+    assert 100 - TAIL - page_size - 2 < cold < 100, "it was empty for so many tokens"
+    assert back and back >= cold, "the head has read what came behind these"
+    llm.audit()

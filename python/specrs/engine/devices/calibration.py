@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -12,8 +12,7 @@ from specrs import _specrs as core
 from specrs.engine.drafting.chooser import Kind, TreePolicy
 from specrs.engine.drafting.costs import Costs, Pace, PassCost
 from specrs.engine.rounds.pages import Pages
-from specrs.models.head import BlockDrafter, Head, StepDrafter
-from specrs.models.head_config import Eagle3Config
+from specrs.models.head import Head, StepDrafter
 from specrs.models.llama import LlamaModel
 from specrs.models.ops import KvMemory
 
@@ -49,10 +48,10 @@ def calibrated(
         host(target.forward(torch.arange(n) % target.config.vocab_size, plan, cache, True if head else None, None)[0])
 
     def seconds(run: Callable[[int, core.Plan], None], n: int) -> float:
-        plan = planner.extend([seq], [context], [n])  # a new plan each time, because a device loads each
-        started = time.perf_counter()
+        started = time.thread_time()
+        plan = planner.extend([seq], [context], [n])
         run(n, plan)
-        return time.perf_counter() - started
+        return time.thread_time() - started
 
     pace = Pace()  # shared by all passes, because they run on one machine
     plain: list[float] = []  # seconds of passes of one row
@@ -75,35 +74,16 @@ def calibrated(
 
     with pages.pool.reserve([(seq, context + most)]) as lease:
         lease.advance([context])  # passes are planned behind committed positions; any KV there costs the same
-        ratios = [measure(run) for run in (verify, *(() if head is None else _passes(target, *head, most)))]
+        ratios = [measure(verify)]
+        if head is not None and head[0].passes != "block":
+            ratios.append(measure(_step(target, head[0], head[1], most)))
     pages.pool.release([seq])
     alone = statistics.median(plain)
     costs = [PassCost(table, [alone * ratio for ratio in some], pace) for some in ratios]
     if head is None:
-        nothing = PassCost([1], [0.0], pace)
-        return TreePolicy(Costs(costs[0], nothing, nothing, nothing))
-    steps = planner.geometry.shape.steps
-    kinds = [Kind.of(one, steps) for one in head[0].acceptance]
-    if head[0].passes == "block":
-        return TreePolicy(_of_blocks(costs, head[0].config.block_size, planner.geometry.max_batch), kinds)
-    if isinstance(head[0].config, Eagle3Config) and head[0].config.levels:
-        return TreePolicy(_of_blocks(costs, head[0].config.levels - 1, planner.geometry.max_batch), kinds)
-    return TreePolicy(Costs(costs[0], costs[1], costs[2], costs[2]), kinds)
-
-
-def _of_blocks(costs: Sequence[PassCost], rows: int, most: int) -> Costs:
-    """Return the costs of an engine whose head drafts all levels in one pass, before which it runs over the last
-    round's tokens.
-
-    Args:
-        costs: costs of the target's passes, of blocks (or draft steps) and of writes (or extends).
-        rows: rows of that pass for a request.
-        most: most requests of a batch.
-    """
-    target, blocks, writes = costs
-    batches = sorted({*(1 << i for i in range(most.bit_length())), most})
-    drafting = {n: (blocks.at(n * rows) + writes.at(2 * n)) / target.pace.factor for n in batches}
-    return Costs(target, PassCost([1], [0.0], target.pace), costs_of_blocks(drafting, target.pace), writes)
+        return TreePolicy(Costs(costs[0]))
+    kinds = [Kind.of(one, planner.geometry.shape.steps) for one in head[0].acceptance]
+    return TreePolicy(Costs(*costs), kinds)
 
 
 def costs_of_blocks(drafting: Mapping[int, float], pace: Pace) -> PassCost:
@@ -112,38 +92,11 @@ def costs_of_blocks(drafting: Mapping[int, float], pace: Pace) -> PassCost:
     return PassCost([2 * n for n in batches], [drafting[n] for n in batches], pace)  # two positions of each request
 
 
-_Run = Callable[[int, core.Plan], None]
-
-
-def _passes(target: LlamaModel, head: Head, cache: KvMemory, most: int) -> tuple[_Run, _Run]:
-    """Return functions that run passes of up to ``most`` rows: a draft step and a draft_extend, or a block and a
-    write."""
-    return _blocks(target, head, cache, most) if head.passes == "block" else _steps(target, head, cache, most)
-
-
-def _blocks(target: LlamaModel, head: BlockDrafter, cache: KvMemory, most: int) -> tuple[_Run, _Run]:
-    aux = target.ops.placement.empty(len(head.aux_layers), most, target.config.hidden_size).zero_()
-
-    def block(n: int, plan: core.Plan) -> None:
-        logits, _ = head.draft(torch.tensor(head.block(0, n)), plan, cache, torch.arange(n))
-        core.DraftLists(target.ops.dense.host(logits), [n], 1)
-
-    def write(n: int, plan: core.Plan) -> None:
-        target.ops.dense.host(head.write([a[:n] for a in aux], plan, cache)[-1])
-
-    return block, write
-
-
-def _steps(target: LlamaModel, head: StepDrafter, cache: KvMemory, most: int) -> tuple[_Run, _Run]:
-    at, host = target.ops.placement, target.ops.dense.host
-    aux = at.empty(len(head.aux_layers), most, target.config.hidden_size).zero_()
-    hidden = at.empty(most, head.config.hidden_size).zero_()
-    last = torch.zeros(1, dtype=torch.int64)
+def _step(target: LlamaModel, head: StepDrafter, cache: KvMemory, most: int) -> Callable[[int, core.Plan], None]:
+    """Return a function that runs a draft step of up to ``most`` rows."""
+    hidden = target.ops.placement.empty(most, head.config.hidden_size).zero_()
 
     def step(n: int, plan: core.Plan) -> None:
-        host(head.step(torch.zeros(n, dtype=torch.int64), hidden[:n], plan, cache)[0])
+        target.ops.dense.host(head.step(torch.zeros(n, dtype=torch.int64), hidden[:n], plan, cache)[0])
 
-    def extend(n: int, plan: core.Plan) -> None:
-        host(head.extend(torch.zeros(n, dtype=torch.int64), [a[:n] for a in aux], plan, cache, last)[0])
-
-    return step, extend
+    return step

@@ -83,7 +83,7 @@ class KeptInputs:
     def keep(self, batch: Batch, passed: Pass, rows: Sequence[Sequence[int]]) -> None:
         assert isinstance(passed, ScoredPass)
         for i, (r, some) in enumerate(zip(batch, rows, strict=True)):
-            if not r.head.followed or not some:
+            if not r.head.followed or not r.head.warm or not some:
                 continue
             r.head.root = None
             start, kept = r.committed - len(some), cast("KeptFeatures | None", r.head.features)
@@ -92,7 +92,7 @@ class KeptInputs:
                 kept.drop(r.head.end)
             else:  # if others are missing before these, these are of no use
                 new = KeptFeatures.of_pass(start, passed.features(i, some))
-                r.head.features = new if start == r.head.end else None
+                r.head.features = new if start <= r.head.end else None
 
     def can_extend(self, request: Request) -> bool:
         return Entries(request, request.head.end, request.lag).kept

@@ -21,7 +21,6 @@ from specrs.engine.devices.calibration import calibrated
 from specrs.engine.devices.head_inputs import Entries, HostDrafted, KeptInputs, ScoredPass, begun, non_finite
 from specrs.engine.devices.host_blocks import HostBlocks, HostMasks
 from specrs.engine.drafting.chooser import TAIL, TreePolicy
-from specrs.engine.drafting.costs import PassCost
 from specrs.engine.drafting.trees import Drafted
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
@@ -86,6 +85,7 @@ class HostExecutor:
     """
 
     launched = ahead = False
+    clock = staticmethod(time.thread_time)
 
     def __init__(
         self,
@@ -101,7 +101,6 @@ class HostExecutor:
         self.planner = core.Planner(geometry, pool, format=capabilities.format, mask=capabilities.mask)
         self.cache = target.new_cache(pool.num_pages, pool.page_size, dtype)
         self.drafts: HostDrafts | HostBlocks | HostMasks | None = None
-        self._cost: PassCost | None = None  # of the target's passes, if a cost model goes by it
         if head is not None:
             self.drafts = self._drafts(head, head.new_cache(pool.num_pages, pool.page_size, dtype), config)
 
@@ -124,9 +123,7 @@ class HostExecutor:
 
     def policy(self, pages: Pages) -> TreePolicy:
         head = None if self.drafts is None else (self.drafts.head, self.drafts.cache)
-        policy = calibrated(self.target, self.cache, head, self.planner, pages)
-        self._cost = policy.costs.target
-        return policy
+        return calibrated(self.target, self.cache, head, self.planner, pages)
 
     def copy(self, moves: core.Moves) -> None:
         move = self.target.ops.dense.kv_move
@@ -169,10 +166,7 @@ class HostExecutor:
         faults: Sequence[tuple[core.NonFiniteError, int]],
     ) -> HostVerified:
         tokens = from_dlpack(trees.tokens)
-        started = time.perf_counter()
         logits, aux = self._logits(tokens, plan, self._wants_features(batch), None)
-        if self._cost is not None:
-            self._cost.observe(len(tokens), time.perf_counter() - started)
         accepts = core.verify(trees, logits, [r.sampler for r in batch], batch.lens)
         return HostVerified(aux, starts, logits, trees, accepts, faults)
 
@@ -198,8 +192,8 @@ class HostExecutor:
         return self.target.ops.dense.host(self.target.forward(tokens, plan, self.cache, aux, rows)[0]), aux
 
     def _wants_features(self, batch: Batch) -> bool:
-        """Return whether the head follows any of the requests."""
-        return self.drafts is not None and any(r.head.followed for r in batch)
+        """Return whether the head may soon run over positions of any of the requests."""
+        return self.drafts is not None and any(r.head.followed and r.head.warm for r in batch)
 
 
 class HostDrafts(KeptInputs):

@@ -9,18 +9,19 @@ requests hardly try. If they win, a request goes on drafting even while its own 
 
 A request loses at most what its bucket held at first, `RATE` of its tokens, and its last round, which may cost more
 than is left; on a GPU, where rounds are launched behind others unread, its last two. An engine loses at most the same
-by its own bucket. All of this holds by modelled times: what the model of costs has not learnt yet, nobody pays, and
-from a stall that is charged no more than `CAP` is owed.
+by its own bucket. A request pays for the time that its drafts took: on a host for that of the thread, so that neither a
+stall nor a neighbour counts; on a device for that between rounds. A plain round's time is known by the pace of the
+machine, so that all of this holds as far as the pace is known, and no more than `CAP` is ever owed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-REQUEST, OF_ANSWER = 3.0, 0.045  # plain rounds that a request may lose at first, but at most this share of its tokens
+REQUEST, OF_ANSWER = 2.25, 0.035  # plain rounds that a request may lose at first; at most this share of its tokens
 ENGINE = 8.0  # plain rounds that a new engine's requests may lose together
 CAP = 16.0  # most plain rounds in either bucket, so that rounds won long ago are not lost at once
-RATE = 0.0075  # earned by each plain round: by modelled times 0.95x plain decoding at 64 tokens, 0.98x at 256
+RATE = 0.0075  # earned by each plain round: counted 0.95x plain decoding at 64 tokens, 0.98x at 256
 
 
 @dataclass(eq=False)

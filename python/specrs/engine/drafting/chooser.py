@@ -76,9 +76,6 @@ class TreePolicy:
         costs: costs of passes and rounds.
         kinds: one for each kind of requests, by `by_temperature`.
         fixed: True if trees are as the user fixed them: every node is verified, of all that draft.
-
-    Only modelled times pick a tree and are charged, never the measured time of the round at hand, so that a stall of
-    the machine decides nothing.
     """
 
     costs: Costs

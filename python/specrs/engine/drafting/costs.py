@@ -1,18 +1,17 @@
-"""The cost of rounds: times of passes, measured when the engine was made, and the time that rounds take beside these.
+"""The cost of passes, measured when the engine was made: what decides how far to draft, and what a plain round takes.
 
-Two things change while an engine runs: the machine slows down or recovers, which affects every pass alike (the `Pace`),
-and the time that rounds take beside their passes, which differs by kind of round. A stall of the machine moves neither
-by much: one is a running median, the other a mean that is cut.
+While an engine runs, the machine slows down or recovers, which affects every pass alike. The `Pace` follows, a running
+median of rounds, so that a stall hardly moves it; it has in it what a plain round takes beside its pass, too.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-_STEP = 1.015  # factor of the pace at each pass: the pace is a running median
-LEARN = 0.05  # least weight of a round in a running mean
+_STEP = 1.015  # factor of the pace at each round: the pace is a running median
+LEARN = 0.05  # weight of a round in a running mean
 
 
 @dataclass
@@ -61,17 +60,14 @@ class PassCost:
         slope = (seconds[i] - seconds[i - 1]) / (table[i] - table[i - 1])
         return seconds[i - 1] + slope * (rows - table[i - 1])
 
-    def observe(self, rows: int, seconds: float) -> None:
-        """Move the pace a step towards a measured pass: ``seconds`` over ``rows`` rows."""
-        self.pace.factor *= _STEP if seconds > self.at(rows) else 1 / _STEP
 
-
-PLAIN, SPECULATIVE, HOSTED = range(3)  # kinds of rounds: without drafts, with the head's, with the host's trees alone
+_NOTHING = PassCost([1], [0.0])
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of one engine's passes, and the time that its rounds take beside them.
+    """Times of one engine's passes. On a host the head's passes but the draft steps have no price here: what they took
+    is known when it is asked for.
 
     Attributes:
         target: cost of the target's passes.
@@ -80,46 +76,28 @@ class Costs:
         resume: cost of the passes over so many positions of a request that has not drafted, after which it can.
         enter: cost of the passes over so many positions at the end of prompts, after which their requests can draft;
             nothing where they take little beside the prompts.
-        beside: seconds that a round of each kind takes beside its passes; negative where rounds overlap more than they
-            did when passes were measured.
-        seen: number of rounds of each kind that ``beside`` was learnt from.
     """
 
     target: PassCost
-    draft_step: PassCost
-    draft_extend: PassCost
-    resume: PassCost
-    enter: PassCost = field(default_factory=lambda: PassCost([1], [0.0]))
-    beside: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    seen: list[int] = field(default_factory=lambda: [0, 0, 0])
+    draft_step: PassCost = _NOTHING
+    draft_extend: PassCost = _NOTHING
+    resume: PassCost = _NOTHING
+    enter: PassCost = _NOTHING
 
     @classmethod
     def of_nothing(cls) -> Costs:
         """Return costs by which drafts cost nothing."""
-        nothing = PassCost([1], [0.0])
-        return cls(PassCost([1], [1.0]), nothing, nothing, nothing)
+        return cls(PassCost([1], [1.0]))
 
     def plain(self, batch: int) -> float:
         """Return the seconds of a round of plain decoding."""
-        return self.target.at(batch) + self.beside[PLAIN]
+        return self.target.at(batch)
 
     def drafting(self, batch: int, beams: int, levels: int) -> float:
         """Return the seconds of drafting ``levels`` levels: a pass that extends draft KV and gives the first level, and
         a pass over ``beams`` rows for each level behind it."""
-        passes = max(levels - 1, 0) * self.draft_step.at(beams) + self.draft_extend.at(2 * batch)
-        return passes + self.beside[SPECULATIVE]
+        return max(levels - 1, 0) * self.draft_step.at(beams) + self.draft_extend.at(2 * batch)
 
-    def observe(self, kind: int, batch: int, expected: float, seconds: float) -> None:
-        """Learn from a round of a batch that took ``seconds`` where ``expected`` were.
-
-        The means are of batches of all sizes. None is less than nothing by more than half of a pass over one row, so
-        that rounds of all sizes take time.
-        """
-        self.seen[kind] += 1
-        before, least = self.beside[kind], -self.target.at(1) / 2
-        more = max(1 / self.seen[kind], LEARN) * min(max(seconds - expected, -expected / 2), expected / 2)
-        self.beside[kind] = max(before + more, least)
-        # A plain round does only a part of this round's work, and takes no longer; there may be none to learn it from.
-        longer = self.plain(batch) - (expected + self.beside[kind] - before)
-        if kind != PLAIN and longer > 0.0:
-            self.beside[PLAIN] = max(self.beside[PLAIN] - LEARN * longer, least)
+    def observe(self, seconds: float, expected: float) -> None:
+        """Move the pace a step towards a round that took ``seconds`` where ``expected`` were."""
+        self.target.pace.factor *= _STEP if seconds > expected else 1 / _STEP

@@ -5,14 +5,14 @@ No decision made here can change a token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from specrs._specrs import DraftBeams, TreeShape
-from specrs.engine.drafting.budget import Account
+from specrs.engine.drafting.budget import RATE, REQUEST, Account
 from specrs.engine.drafting.chooser import TreePolicy
-from specrs.engine.drafting.costs import HOSTED, PLAIN, SPECULATIVE
-from specrs.engine.drafting.gathering import Gathering, HostTrees
+from specrs.engine.drafting.gathering import Gathering, HostTrees, Proposals
 from specrs.engine.drafting.levels import best_levels, can_unite, round_seconds
 from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
 from specrs.engine.drafting.trees import head_accepted
@@ -30,12 +30,17 @@ class Drafting:
         launched: True if a device launches the head's drafts together with their verification. Then trees are decided
             before a round, by levels; else by the scores of the drafts.
         tail: positions that the head reads before its first draft; ``None`` if its attention reads all of a request.
+        cools: True if features are kept only of requests that will soon be able to pay (`HeadState.warm`).
+        spent: seconds that the head of a host has run behind the last round, which belong to the next one.
+        clock: the seconds that requests pay for, as of `Executor.clock`.
     """
 
     def __init__(
-        self, shape: TreeShape, page: int, has_head: bool, gathering: Gathering, launched: bool, tail: int | None = None
-    ) -> None:
+        self, shape: TreeShape, page: int, has_head: bool, gathering: Gathering, launched: bool,
+        tail: int | None = None, clock: Callable[[], float] = time.thread_time,
+    ) -> None:  # fmt: skip
         self.gathering, self.has_head, self.launched, self.tail = gathering, has_head, launched, tail
+        self.clock, self.cools, self.spent = clock, False, 0.0
         self._shape, self._page = shape, page
         self._accounts: dict[int, Account] = {}  # by request, from its first admission to its end
         self.price(TreePolicy.of_fixed_trees(shape.steps))
@@ -43,7 +48,7 @@ class Drafting:
     def price(self, policy: TreePolicy) -> None:
         """Let a policy decide from now on."""
         self.policy = policy
-        self.gathering.price(policy, self.account)
+        self.gathering.price(policy)
 
     @property
     def drafts(self) -> bool:
@@ -85,6 +90,20 @@ class Drafting:
         left = self.account(request).left(size)
         return left > 0.0 and left >= self.policy.resuming(lag, size)
 
+    def warms(self, request: Request, size: int) -> bool:
+        """Return whether a request in a batch of ``size`` will be able to pay for drafts before it has as many more
+        tokens as the head reads before its first draft. Until then, nobody keeps features of its positions."""
+        return self.tail is None or self.account(request).left(size) > -RATE * (self.tail + self._page)
+
+    def _warm(self, batch: Batch) -> None:
+        """Warm requests that will soon be able to pay, and cool others."""
+        for r in batch:
+            if r.head.followed and r.head.warm != self.warms(r, len(batch)):
+                if r.head.warm:
+                    r.head.cool()
+                else:
+                    r.head.warm_up(self.page(r.committed + self._page - 1))
+
     def goes_on(self, request: Request, size: int, lag: int = 0) -> bool:
         """Return whether a request that the head follows can pay, as `pays` does. If not, a head that has to read all
         of a request gives it up, because it would have more to read, the longer it waits."""
@@ -93,13 +112,27 @@ class Drafting:
             request.give_up_drafts(request.head.end)
         return pays
 
-    def entered(self, requests: Sequence[Request]) -> None:
-        """Pay for the pass behind the prompts of requests: from the engine's bucket alone, so that they keep all that
-        they have for their first rounds."""
+    def entered(self, requests: Sequence[Request], seconds: float) -> None:
+        """Let requests pay for the head's pass behind their prompts, which has taken ``seconds`` of the host.
+
+        A device's pass is paid from the engine's bucket alone, so that requests keep all that they have for their first
+        rounds.
+        """
+        if not self.launched:
+            return self._charge(requests, len(requests), seconds)
         accounts, together = [self.account(r) for r in requests], len(requests)
         for r, account in zip(requests, accounts, strict=True):
             reads = (r.head.end - max(r.head.first, r.head.shared)) * together
             account.engine.pay(self.policy.entering(reads, len(self._accounts)) / together)
+        return None
+
+    def _charge(self, payers: Sequence[Request], size: int, seconds: float) -> None:
+        """Let requests pay together for ``seconds`` that a batch of ``size`` requests waits. Where trees are fixed,
+        nobody pays."""
+        if payers and not self.policy.fixed:
+            rounds = max(seconds, 0.0) / self.policy.costs.plain(size) * size
+            for r in payers:
+                self.account(r).pay(rounds / len(payers), size)
 
     def forget(self, request: Request) -> None:
         """Forget a request that has ended."""
@@ -110,12 +143,32 @@ class Drafting:
 
     def plan(self, batch: Batch) -> RoundPlan:
         """Decide which sources' drafts the next round of a batch verifies."""
-        proposals = self.gathering.ask(batch)
+        spent, self.spent = self.spent, 0.0
+        ran = [r for r in batch if r.head.root is not None] if spent else []
+        proposals = self._ask(batch)
+        if self.cools:
+            self._warm(batch)
+        began = self.clock()
         others = None if proposals is None else proposals.trees
         head = [r.can_draft and r.max_depth > 0 and self.goes_on(r, len(batch), r.lag) for r in batch]
         if not any(head) or (others is not None and self._prefers_others(batch, head, others)):
-            return RoundPlan(batch, trees=others)
-        return RoundPlan(batch, proposals, head, self._levels(batch, head), others if self.unites else None)
+            self._charge(ran, len(batch), spent)
+            return RoundPlan(batch, trees=others, began=began)
+        levels, united = self._levels(batch, head), others if self.unites else None
+        return RoundPlan(batch, proposals, head, levels, united, began - spent)
+
+    def _ask(self, batch: Batch, spare: float = 0.0) -> Proposals | None:
+        """Ask the sources for the requests that can pay for it, and let these pay for the time that it takes, but for
+        ``spare`` seconds, for which a device is busy."""
+        if not self.gathering.asks:
+            return None
+        started = self.clock()
+        able = [r for r in batch if r.params.speculative and self.pays(r, len(batch))]
+        proposals = self.gathering.ask(batch, able)
+        if proposals is not None:
+            proposals.trees = self.gathering.weighed(batch, proposals.said, self.clock() - started)
+        self._charge(able if self.gathering.sources.all else (), len(batch), self.clock() - started - spare)
+        return proposals
 
     def catch_up(self, requests: Sequence[Request], size: int) -> None:
         """Let some requests of a batch of ``size`` pay for the pass of the head over the positions that it is behind
@@ -192,7 +245,7 @@ class Drafting:
         if not size:
             return False
         spare = costs.plain(size) if plan.head is None else round_seconds(self._shape, costs, size, plan.levels)
-        proposals = self.gathering.ask(batch, spare=spare)
+        proposals = self._ask(batch, spare)
         if proposals is None or proposals.trees is None:
             return False
         head = [plan.head is not None and plan.head[row] for row in rows]
@@ -203,23 +256,30 @@ class Drafting:
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a round, and charge its cost."""
         plan, passed = outcome.plan, outcome.passed
-        for p, nodes in zip(passed, outcome.sizes, strict=True):
-            p.request.proposed += nodes - 1
-            p.request.drafting_rounds += nodes > 1
         for p in passed:
             if p.request.params.speculative:
                 self.account(p.request).earn(p.kept, len(passed))
-        seconds = self._seconds(outcome)
-        if not self.policy.fixed and outcome.seconds is not None:
-            kind = PLAIN if not plan.drafts else HOSTED if plan.head is None else SPECULATIVE
-            self.policy.costs.observe(kind, len(passed), seconds, outcome.seconds)
-        if plan.head is not None:
-            self._observe_head(outcome, seconds)
-        self._book(outcome, seconds)
-        # This comes last, because a user's code may be interrupted.
-        self.gathering.watch([p.request for p in passed], outcome.verified)
+        if plan.drafts:
+            for p, nodes in zip(passed, outcome.sizes, strict=True):
+                p.request.proposed += nodes - 1
+                p.request.drafting_rounds += nodes > 1
+        if not self.policy.fixed:
+            self._learn(outcome)
+        if plan.drafts or self.gathering.asks:  # this comes last, because a user's code may be interrupted
+            started = self.clock()
+            told = self.gathering.learn(passed, outcome.verified)
+            self._charge(told, len(passed), self.clock() - started)
 
-    def _seconds(self, outcome: RoundOutcome) -> float:
+    def _learn(self, outcome: RoundOutcome) -> None:
+        """Learn from the time that a round took, and book what its drafts have won or lost."""
+        drafts, expected = outcome.plan.drafts, self._expected(outcome)
+        if drafts:
+            self._book(outcome, expected)
+        # What a device's round with drafts takes says little of what a plain one would take.
+        if outcome.seconds is not None and not (drafts and self.launched):
+            self.policy.costs.observe(outcome.seconds, expected)
+
+    def _expected(self, outcome: RoundOutcome) -> float:
         """Return the seconds that the round was expected to take."""
         plan, costs, size = outcome.plan, self.policy.costs, len(outcome.passed)
         if outcome.trees is not None and not outcome.united:
@@ -227,7 +287,7 @@ class Drafting:
         return costs.plain(size) if plan.head is None else round_seconds(self._shape, costs, size, plan.levels)
 
     def _observe_head(self, outcome: RoundOutcome, seconds: float) -> None:
-        """Learn from a round with the head's drafts."""
+        """Learn from a round with the head's drafts, which took ``seconds``."""
         plan, passed, size = outcome.plan, outcome.passed, len(outcome.passed)
         gain = sum(len(p.tokens) for p in passed) / size * self.policy.costs.plain(size) / seconds
         accepted = head_accepted(outcome.verified, passed) if outcome.united else [len(p.tokens) - 1 for p in passed]
@@ -236,16 +296,18 @@ class Drafting:
                 continue
             kind = self.policy.kind(p.request.params.temperature)
             kind.learn(gain)
-            if outcome.trees is not None and outcome.trees.head:
-                self.gathering.grade_head(outcome.trees.head[outcome.rows[i]], p)
-            elif self.launched and p.request.finish_reason is None:  # one that has ended had less room than others
+            if self.launched and p.request.finish_reason is None:  # one that has ended had less room than others
                 kind.reached(accepted[i], min(plan.levels, len(p.tokens)))
 
-    def _book(self, outcome: RoundOutcome, seconds: float) -> None:
-        """Book the plain rounds that drafts of any source have won or lost.
+    def _book(self, outcome: RoundOutcome, expected: float) -> None:
+        """Book the plain rounds that drafts of any source have won or lost, by the seconds that the round took.
 
-        ``seconds`` are those that the round was expected to take, so that a stall of the machine decides nothing.
+        No more than `REQUEST` plain rounds beyond those that were ``expected`` count, so that a stall decides little.
         """
+        plain, seconds = self.policy.costs.plain(len(outcome.passed)), outcome.seconds
+        seconds = expected if seconds is None else min(seconds, expected + REQUEST * plain)
+        if outcome.plan.head is not None:
+            self._observe_head(outcome, seconds)
         size, sizes = len(outcome.passed), outcome.sizes
         each = zip(outcome.passed, sizes, outcome.head, strict=True)
         drew = [p for p, nodes, drafts in each if (drafts or nodes > 1) and p.request.error is None]

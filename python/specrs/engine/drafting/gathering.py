@@ -11,16 +11,12 @@ Nothing decided here can change a token.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from specrs._specrs import DraftCalibration, DraftProposal, MergedDrafts, NonFiniteError, TreeBatch, choose_drafts
-from specrs.engine.drafting.budget import Account
 from specrs.engine.drafting.chooser import TreePolicy
-from specrs.engine.drafting.costs import HOSTED
 from specrs.engine.drafting.sources import GRAMMAR, HEAD, DraftSession, Sources
 from specrs.engine.drafting.trees import Drafted, VerifiedTrees
 from specrs.engine.request.batch import Batch
@@ -43,7 +39,6 @@ class HostTrees:
         tokens: tokens that a round with these trees is expected to give, over the batch.
         seconds: seconds that it is expected to take.
         levels, faults: of the head's drafts.
-        head: the head's proposal for each request; empty without a head.
     """
 
     drafts: list[MergedDrafts]
@@ -51,7 +46,6 @@ class HostTrees:
     seconds: float
     levels: int = 0
     faults: Sequence[tuple[NonFiniteError, int]] = ()
-    head: list[DraftProposal | None] = field(default_factory=list)
 
     @cached_property
     def trees(self) -> TreeBatch:
@@ -66,22 +60,18 @@ class HostTrees:
 
 @dataclass(eq=False)
 class Proposals:
-    """The proposals of sources for a round of a batch, until they are compared with the tokens that came.
+    """The proposals for a round of a batch.
 
     Attributes:
         requests: the requests of the batch.
         said: the proposals for each of them.
-        lens: its tokens when they were made.
         asked: ids of the requests that sources were asked for.
-        charged: whether these pay for the time that it takes.
         trees: the nodes that are worth verifying; ``None`` if plain decoding yields more tokens a second.
     """
 
     requests: Sequence[Request] = ()
     said: Sequence[Said] = ()
-    lens: Sequence[int] = ()
     asked: Collection[int] = ()
-    charged: bool = True
     trees: HostTrees | None = None
 
 
@@ -104,47 +94,28 @@ class Gathering:
         self.grammars: Grammars | None = None
         """Grammars of the engine, where requests may have some."""
         self._policy: TreePolicy
-        self._account_of: Callable[[Request], Account]
-        self._last = Proposals()  # of the last `ask`, until they are graded
+        self._last = Proposals()  # for the round whose tokens are the next to come
 
-    def price(self, policy: TreePolicy, account: Callable[[Request], Account]) -> None:
-        """Let a policy decide from now on what is asked and verified, and a request's account pay for it."""
-        self._policy, self._account_of = policy, account
+    def price(self, policy: TreePolicy) -> None:
+        """Let a policy decide from now on what is verified."""
+        self._policy = policy
+
+    @property
+    def asks(self) -> bool:
+        """True if there is anything to ask."""
+        return bool(self.sources.all) or self.grammars is not None
 
     # -- before a round -----------------------------------------------------------------------------------------
 
-    def ask(self, batch: Batch, *, spare: float = 0.0) -> Proposals | None:
-        """Ask the sources for each request that can pay for a round with drafts; ``None`` where nothing is proposed.
-
-        Args:
-            spare: seconds for which a device is busy meanwhile, so that asking costs nothing.
-        """
-        if not self.sources.all and self.grammars is None:
-            return None
-        self._grade()
-        able = [r for r in batch if r.params.speculative and self._account_of(r).left(len(batch)) > 0.0]
+    def ask(self, batch: Batch, able: Sequence[Request]) -> Proposals | None:
+        """Ask the sources for the requests that are ``able`` to pay for it; ``None`` where nothing is proposed."""
         asked = able if self.sources.all else []
         if not asked and all(r.draws.grammar is None for r in batch):
             return None
         ids = {r.request_id for r in asked}
-        with self._paid(asked, len(batch), spare):
-            said = [self._said(r, r.request_id in ids) for r in batch]
-            self._last = last = Proposals(batch.requests, said, [len(r.tokens) for r in batch], ids, not spare)
-            if not any(map(any, said)):
-                return None
-            last.trees = self._weighed(batch, said)
-        return last
-
-    @contextmanager
-    def _paid(self, payers: Sequence[Request], size: int, spare: float = 0.0) -> Iterator[None]:
-        """Let requests pay for the time that a batch of ``size`` requests waits for the block, but for ``spare``
-        seconds. Where trees are fixed, nobody pays."""
-        started = time.perf_counter()
-        yield
-        seconds = max(time.perf_counter() - started - spare, 0.0)
-        waited = seconds / self._policy.costs.plain(size) * size
-        for r in () if self._policy.fixed else payers:
-            self._account_of(r).pay(waited / len(payers), size)
+        said = [self._said(r, r.request_id in ids) for r in batch]
+        self._last = last = Proposals(batch.requests, said, ids)
+        return last if any(map(any, said)) else None
 
     def _said(self, r: Request, asks: bool) -> Said:
         """Return the proposals for a request: of what its grammar forces, and if it ``asks``, of all sources."""
@@ -167,11 +138,16 @@ class Gathering:
         lists = DraftProposal(chain.parents[:most], chain.tokens[:most], chain.probs[:most], buckets[:most])
         return lists if len(lists) else None
 
-    def _weighed(self, batch: Batch, said: Sequence[Said]) -> HostTrees | None:
-        """Merge the proposals, and choose the nodes to verify; ``None`` if plain decoding yields more tokens a
-        second."""
+    def weighed(self, batch: Batch, said: Sequence[Said], beside: float) -> HostTrees | None:
+        """Merge the proposals, and choose the nodes to verify; ``None`` if plain decoding yields more tokens a second.
+
+        Args:
+            batch: requests of the round.
+            said: the proposals for each.
+            beside: seconds that asking has taken.
+        """
         costs, size = self._policy.costs, len(batch)
-        trees = HostTrees(*self._chosen(batch, said, costs.beside[HOSTED]))
+        trees = HostTrees(*self._chosen(batch, said, beside))
         return trees if trees.rate > size / costs.plain(size) and max(map(len, trees.drafts)) > 1 else None
 
     def _chosen(self, batch: Batch, said: Sequence[Said], beside: float) -> tuple[list[MergedDrafts], float, float]:
@@ -184,55 +160,53 @@ class Gathering:
         asked = [(r.tokens[-1], own, max(min(self._depth, r.max_depth), 0), r.draws.grammar) for r, own in each]
         return choose_drafts(asked, self.calibration, self.sources.vocab_size, self._nodes, cost)
 
-    def merge_with_head(self, batch: Batch, proposals: Proposals | None, drafted: Drafted) -> HostTrees:
+    def merge_with_head(self, batch: Batch, proposals: Proposals | None, drafted: Drafted, beside: float) -> HostTrees:
         """Return the best nodes of what the head and the other sources propose.
 
         Args:
             batch: requests of the round.
             proposals: proposals of the other sources; ``None`` without any.
             drafted: the head's trees, with the cumulative log-probability that it gives each node.
+            beside: seconds that drafting has taken.
         """
         assert drafted.trees is not None
         head, nothing = drafted.trees.proposals(), list[DraftProposal | None]([None] * len(self.names))
         others = [nothing] * len(head) if proposals is None else proposals.said
         said = [[*said[:-2], own, said[-1]] for said, own in zip(others, head, strict=True)]
-        beside = self._policy.costs.drafting(len(batch), len(batch), drafted.levels)
-        return HostTrees(*self._chosen(batch, said, beside), drafted.levels, drafted.faults, head)
+        self._last = Proposals(batch.requests, said, () if proposals is None else proposals.asked)
+        return HostTrees(*self._chosen(batch, said, beside), drafted.levels, drafted.faults)
 
     # -- after it -----------------------------------------------------------------------------------------------
 
-    def grade_head(self, head: DraftProposal | None, passed: Passed) -> None:
-        """Compare the head's proposal for a request with the tokens that came."""
-        if head is not None:
-            self.calibration.grade([*[None] * len(self.sources.all), head], passed.tokens)
+    def learn(self, passed: Sequence[Passed], verified: VerifiedTrees) -> list[Request]:
+        """Compare the last proposals with the tokens that came, verified or not, and tell sources that learn from
+        verified trees of them. Returns the requests of such sources."""
+        last, self._last = self._last, Proposals()
+        came = {p.request.request_id: p.tokens for p in passed}
+        for r, said in zip(last.requests, last.said, strict=True):
+            if any(said) and (tokens := came.get(r.request_id)):
+                self.calibration.grade(said, tokens)
+        return self._watch(last.asked, [p.request for p in passed], verified) if last.asked else []
 
-    def watch(self, batch: Sequence[Request], verified: VerifiedTrees) -> None:
-        """Tell the target's likeliest tokens in verified trees to the sources that learn from them and were asked for
-        the round, for requests that go on."""
-        last, learning = self._last, list[tuple[int, Request, list[DraftSession]]]()
-        for i, r in enumerate(batch if last.asked else ()):
-            if r.request_id in last.asked and r.finish_reason is None:
+    def _watch(self, asked: Collection[int], batch: Sequence[Request], verified: VerifiedTrees) -> list[Request]:
+        """Tell the target's likeliest tokens in verified trees to the sources that learn from them and were ``asked``
+        for the round, for requests that go on. Returns these requests."""
+        learning = list[tuple[int, Request, list[DraftSession]]]()
+        for i, r in enumerate(batch):
+            if r.request_id in asked and r.finish_reason is None:
                 sessions = [session for session in self.sources.begun(r) if session.observes]
                 learning += [(i, r, sessions)] if sessions else []
         rows = verified.likeliest([i for i, *_ in learning], LIKELIEST) if learning else None
         if rows is None:  # also where a device has moved on
-            return
-        with self._paid([r for _, r, _ in learning] if last.charged else (), len(last.requests)):
-            for (*_, sessions), (tokens, top) in zip(learning, rows, strict=True):
-                told = tuple(tokens), tuple(map(tuple, top))  # the same objects for all, which none of them can change
-                for session in sessions:
-                    session.observe(*told)
-
-    def _grade(self) -> None:
-        """Compare the last proposals with the tokens that came."""
-        last, self._last = self._last, Proposals()
-        for r, said, known in zip(last.requests, last.said, last.lens, strict=True):
-            if any(said) and len(r.tokens) > known:
-                self.calibration.grade(said, r.tokens[known:])
+            return []
+        for (*_, sessions), (tokens, top) in zip(learning, rows, strict=True):
+            told = tuple(tokens), tuple(map(tuple, top))  # the same objects for all, which none of them can change
+            for session in sessions:
+                session.observe(*told)
+        return [r for _, r, _ in learning]
 
     def forget(self, r: Request) -> None:
         """Forget a request that has ended."""
-        self._grade()
         self.sources.forget(r)
 
     def close(self) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from specrs.engine.drafting.gathering import HostTrees, Proposals
@@ -25,7 +24,8 @@ class RoundPlan:
         levels: most levels of the head's drafts.
         trees: trees of sources other than the head, to verify alone or, by a device, united with the head's; ``None``
             without any.
-        began: time when the round began, on the performance counter.
+        began: time when the round began, by the executor's clock: behind asking the sources, but before what the head
+            has run for it behind the last round.
     """
 
     batch: Batch
@@ -33,7 +33,7 @@ class RoundPlan:
     head: Sequence[bool] | None = None
     levels: int = 0
     trees: HostTrees | None = None
-    began: float = field(init=False, default_factory=lambda: time.perf_counter())
+    began: float = 0.0
 
     @property
     def drafts(self) -> bool:

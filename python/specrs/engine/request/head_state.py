@@ -15,6 +15,7 @@ class HeadState:
         followed: True while the head drafts for the request; once False, it stays False.
         first: the first position whose draft KV the head reads, a multiple of the page size.
         end: end of the draft KV in use.
+        warm: True while the target's features of new positions are kept, because the head may soon run over these.
         root: the head's result for the request's last token; ``None`` if there is none. Only the executor knows its
             form.
         features: the target's features of positions that the head has not run over, as far as the executor keeps them.
@@ -23,6 +24,7 @@ class HeadState:
     """
 
     followed: bool = True
+    warm: bool = True
     first: int = 0
     end: int = 0
     root: object | None = None
@@ -50,6 +52,15 @@ class HeadState:
         if position > self.end:
             self._sound = self.prefix
             self.first = self.end = position
+
+    def warm_up(self, position: int) -> None:
+        """Keep features from now on, so that the head can begin at a position, as `begin` says."""
+        self.warm = True
+        self.begin(position)
+
+    def cool(self) -> None:
+        """Keep no features until `warm_up`."""
+        self.warm, self.root, self.features = False, None, None
 
     def reached(self, end: int, root: object | None) -> None:
         """Note that the head has written draft KV up to ``end``, and gave this root if that is the request's end."""

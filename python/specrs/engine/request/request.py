@@ -351,7 +351,7 @@ class Request:
     @property
     def lag(self) -> int:
         """Number of committed positions that the head has not run over; 0 if it does not follow the request."""
-        return self.committed - self.head.end if self.head.followed else 0
+        return max(self.committed - self.head.end, 0) if self.head.followed else 0
 
     @property
     def can_draft(self) -> bool:
@@ -360,7 +360,7 @@ class Request:
         If a root was lost, the head cannot before a plain round has committed a position: it writes no position twice,
         because the position's page may be shared by now.
         """
-        return self.head.followed and (self.head.root is not None or self.lag > 0)
+        return self.head.followed and self.head.warm and (self.head.root is not None or self.lag > 0)
 
     @property
     def produced(self) -> int:

@@ -147,6 +147,11 @@ class Executor(Protocol):
         round needs nothing from the host."""
 
     @property
+    def clock(self) -> Callable[[], float]:
+        """The seconds that requests pay for: on the host those that the thread has worked, so that no neighbour counts;
+        on a device those that pass."""
+
+    @property
     def tail(self) -> int | None:
         """Positions that the head reads of a request before its first draft; ``None`` if its attention can begin at no
         other position than a request's first."""

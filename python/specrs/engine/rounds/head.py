@@ -56,16 +56,17 @@ class Head:
         Behind others it never stays further than it would have to read (`Drafting.begins`); and where catching up costs
         next to nothing, it does so before much waits for it.
         """
-        going = [(r, drew) for r, drew in zip(batch, drafted, strict=True) if r.finish_reason is None]
-        late = [r for r, drew in going if not drew and r.lag >= _MAX_LAG and self._executor.catches_up]
-        self._drafting.catch_up(late, len(batch))
-        self.extend([r for r, drew in going if drew] + late)
+        if any(drafted) or self._executor.catches_up:
+            going = [(r, drew) for r, drew in zip(batch, drafted, strict=True) if r.finish_reason is None]
+            late = [r for r, drew in going if not drew and r.lag >= _MAX_LAG and self._executor.catches_up]
+            self._drafting.catch_up(late, len(batch))
+            self.extend([r for r, drew in going if drew] + late)
         self._begin(batch.requests)
 
     def _begin(self, reqs: Sequence[Request]) -> None:
         """Let the head begin anew near the end of requests that it is further behind."""
         for r in reqs:
-            if r.lag:
+            if r.head.warm and r.lag:
                 r.head.begin(self._drafting.begins(r))
 
     def extend(self, reqs: Sequence[Request]) -> None:
@@ -98,7 +99,8 @@ class Head:
         self.extend(plan.drafting)
         if self._drafting.merges(plan):
             drafted = self._step_by_step(plan)
-            return self._drafting.gathering.merge_with_head(plan.batch, plan.proposals, drafted)
+            beside = self._drafting.clock() - plan.began
+            return self._drafting.gathering.merge_with_head(plan.batch, plan.proposals, drafted, beside)
         if self._observers:
             return self._step_by_step(plan)
         drafted = self._executor.draft(plan.batch, self._depths(plan), None)

@@ -8,7 +8,6 @@ request ends with its error and the pass goes on without it. `Executor` does the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -59,7 +58,9 @@ class Runner:
         sizes = tiers(most) if executor.launched else None
         gathering = Gathering(Sources(config.sources, vocab_size), most, config.deepest, sizes)
         unseen = executor.launched and not (drafts is not None and drafts.visible)
-        self.drafting = Drafting(geometry.shape, config.page_size, drafts is not None, gathering, unseen, executor.tail)
+        page, head = config.page_size, drafts is not None
+        self.drafting = Drafting(geometry.shape, page, head, gathering, unseen, executor.tail, executor.clock)
+        self.drafting.cools = drafts is not None and not (executor.launched or drafts.catches_up)
         self.head = None if drafts is None else Head(drafts, self.drafting, self.observers)
         self.pages = Pages(pool, config, geometry, executor.copy, drafts is not None)
         rows = geometry.max_batch * most
@@ -118,6 +119,7 @@ class Runner:
             r = batch.requests[i]
             passed.append(r.commit(first, round_=False, error=error, logprobs=scored))
         if self.head is not None:
+            started = self.drafting.clock()
             try:
                 with self._abandoning():
                     self.head.keep(batch, prefilled, [range(n) for n in counts])
@@ -125,7 +127,8 @@ class Runner:
             except BaseException:
                 self._collected += passed  # the requests already have their tokens
                 raise
-            self.drafting.entered([r for r in batch if r.ready and r.head.followed])
+            entered = [r for r in batch if r.ready and r.head.followed]
+            self.drafting.entered(entered, self.drafting.clock() - started)
         for r in batch:
             if r.committed >= len(r.tokens) - 1 and r.finish_reason is None:
                 self.pages.share_prefix(r)
@@ -270,11 +273,13 @@ class Runner:
             self._collect(self._launch(batch, RoundPlan(batch)))  # nothing runs behind it before its scores are read
             return
         passed = self._commit(flight, batch, rows, verified)
+        began, flight.ended = flight.ended, self.drafting.clock()
         if self.head is not None and not flight.rounds:
             self.head.after_round(batch, [plan.head is not None and plan.head[row] for row in rows])
+            if plan.head is not None and not self.drafting.launched:
+                self.drafting.spent = self.drafting.clock() - flight.ended
         for o in flight.observers:
             o.ended()
-        began, flight.ended = flight.ended, time.perf_counter()
         if began is None and not flight.ahead:
             began = plan.began  # else a device has waited for the plan of the flight's first round
         seconds = None if began is None else flight.ended - began
