@@ -175,7 +175,7 @@ class CudaBlocks(HostBlocks):
         most = max(able, default=0)
         if most:  # levels stand for sizes of trees; those of fixed trees have all of their nodes
             most = self._nodes - 1 if self._fixed else min(most, self._nodes - 1)
-        levels = min(n for n in drafted_levels(self._planner.geometry.shape) if n >= most) if most else 0
+        levels = min(n for n in drafted_levels(self._planner.geometry.shape, sized=True) if n >= most) if most else 0
         return AskedRound(able, levels)
 
     def lists(self, blocks: Blocks) -> core.DraftLists:

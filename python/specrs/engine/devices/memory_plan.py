@@ -274,16 +274,17 @@ class Engine:
             yield "features", (waits + rounds) * head.config.aux_size * half
         if c.graphs != "off":
             # Plain rounds, rounds of each depth, and passes that begin drafts.
-            levels = 2 + len(drafted_levels(shape)) if head is not None else 1
+            blocks = isinstance(c, BlockEngineConfig)
+            drafted = len(drafted_levels(shape, sized=blocks))
+            levels = 2 + drafted if head is not None else 1
             each = 2 if c.graphs == "loop" else 1  # a round alone, and in a loop
             given = 0  # rounds with host trees, which never loop: the host makes the next trees
             if hosts_trees(c):
                 room = {levels_for(shape, n) for n in tiers(shape.draft_tokens)}
-                unites = head is not None and can_unite(shape) and not isinstance(c, BlockEngineConfig)
-                both = len(drafted_levels(shape)) if unites else 0
+                both = drafted if head is not None and can_unite(shape) and not blocks else 0
                 given = len(room) * (1 + both)
             graphs = len(buckets(b)) * 2 * (levels * each + given)  # greedy, and sampled
-            if isinstance(c, BlockEngineConfig):
+            if blocks:
                 graphs += 2 * len(buckets(step_rows(c, g)))  # passes that draft all levels
             yield "captured rounds and passes over prompts", (graphs + len(prompt_sizes(c))) * _CAPTURED
         # The pool's table, that of a long prompt's pass, and those of captured passes over prompts.

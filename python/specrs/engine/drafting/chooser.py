@@ -76,6 +76,7 @@ class TreePolicy:
         costs: costs of passes and rounds.
         kinds: one for each kind of requests, by `by_temperature`.
         fixed: True if trees are as the user fixed them: every node is verified, of all that draft.
+        sized: as `drafted_levels` takes it.
 
     Only modelled times pick a tree and are charged, never the measured time of the round at hand, so that a stall of
     the machine decides nothing.
@@ -84,6 +85,7 @@ class TreePolicy:
     costs: Costs
     kinds: list[Kind] = field(default_factory=lambda: [Kind() for _ in range(3)])
     fixed: bool = False
+    sized: bool = False
 
     @classmethod
     def of_fixed_trees(cls, depth: int) -> TreePolicy:
