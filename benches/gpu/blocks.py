@@ -45,8 +45,9 @@ FORMS: dict[str, tuple[str, Block]] = {
     "DFlash": ("DFlash", HEAD),
     "JetSpec": ("JetSpec", replace(HEAD, causal=True)),
     "DSpark": ("DSpark", replace(HEAD, rows=7, layers=2, streams=(7, 14), anchor=True, markov="vanilla")),
+    "DFlash2": ("DFlash2", replace(HEAD, taps=2, candidates=16)),
 }
-TREES = {"DFlash": (8, 15, 32), "JetSpec": (8, 15, 32), "DSpark": (8, 7, 32)}
+TREES = {"DFlash": (8, 15, 32), "JetSpec": (8, 15, 32), "DSpark": (8, 7, 32), "DFlash2": (8, 15, 32)}
 
 
 def write_target(directory: Path) -> None:

@@ -13,7 +13,6 @@ from specrs.engine.config import BlockEngineConfig
 from specrs.models.block_head import BlockHead
 from specrs.models.cuda import CudaDense
 from specrs.models.head import AnyHead
-from specrs.models.path_heads import MarkovHead
 from specrs.operands import BeamArrays, ListArrays
 
 Sizes = dict[str, tuple[str, int]]
@@ -35,10 +34,11 @@ class ListSelect:
     Args:
         head: the head whose logits they are.
         width: tokens of a list.
+        closed: True if no token has a chance but those that are listed.
     """
 
-    def __init__(self, head: AnyHead, width: int) -> None:
-        at, most = head.placement.device, MOST_BLOCK_ROWS
+    def __init__(self, head: AnyHead, width: int, closed: bool = False) -> None:
+        at, most, self.closed = head.placement.device, MOST_BLOCK_ROWS, closed
         self._dense, self._vocab = cast(CudaDense, head.dense), head.vocab_size
         self._shape = shape = core.TreeShape(width, 1, 2)
 
@@ -78,7 +78,9 @@ class ListSelect:
     def read(self, rows: int) -> Lists:
         """Return the lists of the first rows that `launch` selected from, once they are there."""
         found, width = self._found[:rows].cpu(), self._shape.topk  # waits for all that was launched
-        return found[:, :width].contiguous(), found[:, width:-1].view(torch.float32).contiguous(), found[:, -1]
+        scores = found[:, width:-1].view(torch.float32)
+        scores = scores.log_softmax(-1) if self.closed else scores.contiguous()
+        return found[:, :width].contiguous(), scores, found[:, -1]
 
     def arrays(self, rows: int) -> ListArrays:
         """Return the memory of the lists of the first rows."""
@@ -125,10 +127,10 @@ class BlockTrees:
             return None
         shape = None
         if head.path_head is not None:
+            pairs = head.path_head.pairs
             if not (
-                isinstance(head.path_head, MarkovHead)
-                and head.path_head.pairs
-                and head.config.markov_rank % _VECTOR == 0
+                pairs is not None
+                and pairs.rank % _VECTOR == 0
                 and listed <= _MOST_LISTED
                 and most - 1 <= _candidates(width, levels) <= _MOST_CANDIDATES
             ):

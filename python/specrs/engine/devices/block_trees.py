@@ -20,7 +20,6 @@ from specrs.engine.devices.memory import Arrays, BucketMemory, Models
 from specrs.engine.drafting.levels import most_nodes
 from specrs.models.block_head import BlockHead
 from specrs.models.cuda import CudaTable, DevicePlan
-from specrs.models.path_heads import MarkovHead
 from specrs.operands import BeamArrays, BlockArrays, BuiltTrees, ListArrays, PlanArrays
 
 
@@ -75,14 +74,18 @@ class BlockLaunches:
             versions=self._versions, lens=given["lens"], live=given["live"], offsets=blocks.offsets, parents=None,
             ancestors=None, plan=self._planned,
         )  # fmt: skip
-        logits = head.draft(blocks.tokens, cast(core.Plan, self._plan), m.draft_cache, blocks.wanted)[0]
+        logits, hidden = head.draft(blocks.tokens, cast(core.Plan, self._plan), m.draft_cache, blocks.wanted)
         if heated:
             logits.mul_(blocks.heats[:, None])
         made.select.launch(logits)
-        self._build(made.select.arrays(self._rows))
+        self._build(made.select.arrays(self._rows), head.pair_weights(hidden))
 
-    def _build(self, lists: ListArrays) -> None:
-        """Make the trees of the lists."""
+    def _build(self, lists: ListArrays, weights: torch.Tensor | None) -> None:
+        """Make the trees of the lists.
+
+        Args:
+            weights: as of `BlockHead.pair_weights`.
+        """
         m, made, given, blocks, head = self._m, self._made, self._given, self._blocks, self._head
         stream = m.dense.stream
         if made.shape is None:
@@ -92,12 +95,13 @@ class BlockLaunches:
                 trees=self._trees, masks=None, sound=self._sound, stream=stream,
             )  # fmt: skip
             return
-        assert isinstance(head.path_head, MarkovHead)
-        before, behind = (cast(CudaTable, table).table for table in head.path_head.tables)
+        pairs = None if head.path_head is None else head.path_head.pairs
+        assert pairs is not None
+        before, behind = (cast(CudaTable, table).table for table in (pairs.before, pairs.behind))
         core._device_list_beams(
             shape=made.shape, width=made.listed, lists=lists, heats=blocks.heats, to_target=m.to_target,
-            roots=given["roots"], max_depths=blocks.levels, before=before, behind=behind, live=given["live"],
-            beams=self._beams, stream=stream,
+            roots=given["roots"], max_depths=blocks.levels, before=before, behind=behind, weights=weights,
+            closed=made.select.closed, live=given["live"], beams=self._beams, stream=stream,
         )  # fmt: skip
         core._device_tree_build(
             shape=made.shape, beams=self._beams, roots=given["roots"], max_depths=blocks.levels,

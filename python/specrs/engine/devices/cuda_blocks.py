@@ -39,7 +39,6 @@ from specrs.models.eagle3 import Eagle3Head
 from specrs.models.features import gather
 from specrs.models.head import AnyHead
 from specrs.models.ops import KvMemory
-from specrs.models.path_heads import MarkovHead
 
 
 class BlockPass:
@@ -127,8 +126,10 @@ class CudaBlocks(HostBlocks):
 
     def __init__(self, head: BlockHead, cache: KvMemory, planner: core.Planner, config: EngineConfig) -> None:
         super().__init__(head, cache, planner, config)
-        self._dense, self._listed = cast(CudaDense, head.dense), min(self._listed, head.vocab_size)
-        self._select, self._most_rows = ListSelect(head, self._listed), config.prefill_chunk
+        self._dense, selector = cast(CudaDense, head.dense), head.config.selector
+        self._listed = min(self._listed, head.vocab_size) if selector is None else selector.candidates
+        self._select = ListSelect(head, self._listed, closed=selector is not None)
+        self._most_rows = config.prefill_chunk
         assert isinstance(config, BlockEngineConfig)
         self.made = BlockTrees.of(head, config, planner.geometry, self._select, self._listed)
         self.visible, self._fixed = self.made is None, not config.adaptive
@@ -198,7 +199,7 @@ class CudaBlocks(HostBlocks):
 
     def _walk(self, lists: core.DraftLists, blocks: Blocks, hidden: torch.Tensor) -> None:
         path_head, levels = self.head.path_head, blocks.levels
-        if not isinstance(path_head, MarkovHead) or not path_head.pairs:
+        if path_head is None or path_head.pairs is None:
             super()._walk(lists, blocks, hidden)
             return
         some = lists.begin(blocks.roots, self._width)
@@ -209,7 +210,8 @@ class CudaBlocks(HostBlocks):
         tokens = ids if self.head.d2t is None else self.head.target_ids[ids]
         before, drafting = tokens.roll(1, 0), torch.tensor(levels) > 0
         before[starts[drafting]] = torch.tensor(blocks.roots)[drafting][:, None]
-        pairs = self._dense.host(path_head.of_pairs(before.to(hidden.device), ids.to(hidden.device)))
+        at = self.head.placement
+        pairs = self._dense.host(path_head.pairs.scores(at, before.to(at.device), hidden, ids.to(at.device)))
         heat = torch.tensor([blocks.heats[i] for i in some])[:, None, None]
         last, places = torch.tensor([levels[i] for i in some]) - 1, torch.arange(len(some))[:, None]
         for level in range(int(last.max()) + 1):

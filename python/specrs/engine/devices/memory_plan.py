@@ -133,6 +133,8 @@ def head_elements(head: Head, rows: int, step_rows: int) -> int:
     if isinstance(h, BlockConfig):
         tail = h.hidden_size + h.q_size + h.intermediate_size
         block = 2 * tail + 3 * h.hidden_size + h.qkv_size
+        block += 0 if h.conv is None else 2 * h.hidden_size + h.conv_factors
+        block += 0 if h.selector is None else h.selector.rank
         return 2 * (h.hidden_size + h.kv_size * h.num_layers) * rows + block * step_rows
     layer = 4 * h.hidden_size + 2 * h.qkv_size + h.q_size + h.intermediate_size
     normed = any(name.startswith(("input_norm.", "fc_norm.")) for name in head.shapes)
@@ -144,18 +146,18 @@ def head_elements(head: Head, rows: int, step_rows: int) -> int:
 
 def _prefix_bytes(config: BlockEngineConfig, head: BlockConfig) -> int:
     """Return the bytes that scoring tokens behind prefixes takes, for all requests of a batch together."""
-    if head.gru is None and head.markov is None:
+    if head.gru is None and not head.pair_rank:
         return 0
     prefixes = config.max_batch * config.width
-    inner = head.markov_rank if head.gru is None else head.gru.inner
-    states = 4 * (head.hidden_size + 4 * (head.markov_rank if head.gru is None else head.gru.state))
+    inner = head.pair_rank if head.gru is None else head.gru.inner
+    states = 4 * (head.hidden_size + 4 * (head.pair_rank if head.gru is None else head.gru.state))
     # The products of all prefixes and tokens before their sum, twice: as factors and as products.
     return 4 * prefixes * (2 * max(CANDIDATES, config.width) * inner + states)
 
 
 def _tree_bytes(config: BlockEngineConfig, head: BlockConfig, most: int) -> int:
     """Return the bytes of the arrays with which rounds make trees of up to ``most`` nodes."""
-    levels, beams = min(config.levels, config.head_shape.steps), None if head.markov is None else config.width
+    levels, beams = min(config.levels, config.head_shape.steps), config.width if head.pair_rank else None
     each = (tree_regions(b, config.rows, levels, most, beams) for b in buckets(config.max_batch))
     return sum(core._DeviceArena.count([(name, kind, [n]) for name, (kind, n) in one.items()]) for one in each)
 
