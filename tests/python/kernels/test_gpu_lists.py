@@ -87,7 +87,8 @@ class Batch:
 
     def alone(self):
         """Let the host's lists be distributions: tokens that are not listed have no chance."""
-        self.scores[self.sound == 1] = self.scores[self.sound == 1].log_softmax(-1)
+        some = (self.sound == 1) & (self.scores[:, 0] > -INF)
+        self.scores[some] = self.scores[some].log_softmax(-1)
 
     def of_host(self, i):
         """The host's lists of a request."""

@@ -131,7 +131,7 @@ class CudaExecutor(HostExecutor):
                 geometry, config, pool.num_pages, from_dlpack(self._table.tensor(dense.stream)), self._stream,
                 None if head is None else Activations(target, head, config, geometry),
                 FormatArrays(config, geometry, lists, cuda.index, dense.stream),
-                drafts.made if isinstance(drafts, CudaBlocks) else None,
+                drafts.made if isinstance(drafts, CudaBlocks | CudaMasks) else None,
             )  # fmt: skip
             self._prompts = prompt_passes(self._models, prompt_sizes(config))
             if isinstance(drafts, CudaBlocks):

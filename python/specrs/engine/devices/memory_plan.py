@@ -32,7 +32,7 @@ from specrs.models.block_config import BlockConfig
 from specrs.models.config import LayerConfig, ModelConfig
 from specrs.models.cuda import PassSizes
 from specrs.models.cuda_attention import CudaAttention, EngineSizes, kernels_of
-from specrs.models.head_config import HeadConfig
+from specrs.models.head_config import Eagle3Config, HeadConfig
 from specrs.models.layer import LayerTail, WholeNormQkv
 from specrs.models.llama import ROPE_SLACK, LlamaModel
 from specrs.models.ops import Ops
@@ -141,7 +141,8 @@ def head_elements(head: Head, rows: int, step_rows: int) -> int:
     features = h.aux_size if normed else 0
     writing = layer + 2 * h.kv_size if h.num_layers > 1 else 4 * h.hidden_size + 4 * h.kv_size
     tail = 4 * h.hidden_size + h.q_size + h.intermediate_size
-    return (layer + writing + 2 * features + tail) * rows + (layer + h.hidden_size) * step_rows
+    masked = h.hidden_size if isinstance(h, Eagle3Config) and h.levels else 0
+    return (layer + writing + 2 * features + tail) * rows + (layer + h.hidden_size + masked) * step_rows
 
 
 def _prefix_bytes(config: BlockEngineConfig, head: BlockConfig) -> int:
@@ -155,9 +156,10 @@ def _prefix_bytes(config: BlockEngineConfig, head: BlockConfig) -> int:
     return 4 * prefixes * (2 * max(CANDIDATES, config.width) * inner + states)
 
 
-def _tree_bytes(config: BlockEngineConfig, head: BlockConfig, most: int) -> int:
+def _tree_bytes(config: BlockEngineConfig, head: HeadConfig, most: int) -> int:
     """Return the bytes of the arrays with which rounds make trees of up to ``most`` nodes."""
-    levels, beams = min(config.levels, config.head_shape.steps), config.width if head.pair_rank else None
+    levels, pairs = min(config.levels, config.head_shape.steps), isinstance(head, BlockConfig) and head.pair_rank
+    beams = config.width if pairs else None
     each = (tree_regions(b, config.rows, levels, most, beams) for b in buckets(config.max_batch))
     return sum(core._DeviceArena.count([(name, kind, [n]) for name, (kind, n) in one.items()]) for one in each)
 
@@ -247,8 +249,9 @@ class Engine:
         if head is not None:
             units += [head_elements(head, rows, _up(step_rows(c, g), 16)), head.config.aux_size * rows]
         yield "activations", sum(units) * half
-        if head is not None and isinstance(head.config, BlockConfig) and isinstance(c, BlockEngineConfig):
-            yield "prefixes of blocks", _prefix_bytes(c, head.config)
+        if head is not None and isinstance(c, BlockEngineConfig):
+            if isinstance(head.config, BlockConfig):
+                yield "prefixes of blocks", _prefix_bytes(c, head.config)
             yield "trees of blocks", _tree_bytes(c, head.config, shape.draft_tokens)
         most = max(max(layer.hidden_size, 2 * layer.intermediate_size) for layer, _ in self.layers)
         inner = max(max(layer.hidden_size, layer.intermediate_size) for layer, _ in self.layers)
@@ -265,6 +268,8 @@ class Engine:
             rows = _up(step_rows(c, g), 16) + 3 * _up(b, 16) + 2 * _CALIBRATED + b
             if isinstance(c, BlockEngineConfig):  # copies of the roots of a pass
                 rows += min(b, MOST_BLOCK_ROWS)
+            if isinstance(c, BlockEngineConfig) and not isinstance(head.config, BlockConfig):  # and all levels together
+                rows += MOST_BLOCK_ROWS
             logits += head.config.draft_vocab_size * rows
         yield "logits", logits * wide
         if head is not None:
