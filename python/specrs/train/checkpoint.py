@@ -77,6 +77,8 @@ class Checkpoint:
         Raises:
             CheckpointError: there is no room, or another fault of the file system.
         """
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # raises what kernels of the training did wrong, which is no fault of the disk
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._new.open("wb") as file:

@@ -19,6 +19,7 @@ from specrs import LLM, SamplingParams, progress
 from specrs.cli import main
 from specrs.models.acceptance import HEATS, read_acceptance
 from specrs.train import trainer as training
+from specrs.train.checkpoint import Checkpoint
 
 CODE = Path(json.__file__).parent
 
@@ -359,3 +360,17 @@ def test_a_block_head_learns_drafts_and_goes_on_bit_for_bit(
     with LLM(options[0], draft=whole, device="cpu") as drafted, LLM(options[0], speculative=False, device="cpu") as llm:
         [one], [other] = (each.generate(["3 bottles of"], params) for each in (drafted, llm))
     assert one.token_ids == other.token_ids
+
+
+def test_a_fault_of_the_device_is_not_called_one_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Checkpoint(tmp_path, {"form": "eagle3"})
+    kept.save({"steps": 1})
+
+    def fails() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    with pytest.raises(RuntimeError, match=r"^CUDA error"):
+        kept.save({"steps": 2})
+    assert kept.load()["steps"] == 1
