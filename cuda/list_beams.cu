@@ -1,9 +1,10 @@
 // Candidates of a batch from the lists of a block drafter's levels, where a token's score depends on the token before it
-// by DSpark's Markov head: `draft::ListBeams` of the host. `tree_build` makes trees of them.
+// by DSpark's Markov head or DFlash2's selector: `draft::ListBeams` of the host. `tree_build` makes trees of them.
 //
 // Each level looks at the `topk` best prefixes, the beams. A warp has a beam, and a lane one of the level's listed
 // tokens: it changes the token's log-probability by the product of two rows of low rank, those of the token before and
-// of the token itself. Tokens that are not listed count in the sum of the distribution as they are. The best `topk`
+// of the token itself, whose elements may have factors that follow from the level's row. Tokens that are not listed
+// count in the sum of the distribution as they are, or not at all where none but the listed have a chance. The best `topk`
 // tokens behind a beam are candidates, and the best candidates are the beams of the next level. One block a request.
 #include "rows.cuh"
 #include "trees.cuh"
@@ -37,22 +38,25 @@ __device__ __forceinline__ double lane_max(double x) {
     return x;
 }
 
-// The product of a row of each table.
+// The product of a row of each table, with the factors of row `level` of all levels if there are any.
 template <typename Half>
-__device__ __forceinline__ float pair_product(const ListBeamsParams &p, int32_t before, int32_t id) {
+__device__ __forceinline__ float pair_product(const ListBeamsParams &p, int64_t level, int32_t before, int32_t id) {
     const uint4 *a = reinterpret_cast<const uint4 *>(p.before + 2 * static_cast<uint64_t>(before) * p.rank);
     const uint4 *b = reinterpret_cast<const uint4 *>(p.behind + 2 * static_cast<uint64_t>(id) * p.rank);
+    const uint4 *w = reinterpret_cast<const uint4 *>(p.weights + 2 * static_cast<uint64_t>(level) * p.rank);
     float sum = 0.0f;
 #pragma unroll 4
-    for (int32_t i = 0; i < p.rank / 8; ++i) {
-        const uint4 left = a[i];
-        const uint4 right = b[i];
-        const uint32_t x[4] = {left.x, left.y, left.z, left.w};
-        const uint32_t y[4] = {right.x, right.y, right.z, right.w};
+    for (int32_t i = 0; i < p.rank / WIDTH; ++i) {
+        Vector8 left, right, weight;
+        left.vector = a[i];
+        right.vector = b[i];
+        if (p.weights != 0) {
+            weight.vector = w[i];
+        }
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            sum = fmaf(Half::load(static_cast<uint16_t>(x[k])), Half::load(static_cast<uint16_t>(y[k])), sum);
-            sum = fmaf(Half::load(static_cast<uint16_t>(x[k] >> 16)), Half::load(static_cast<uint16_t>(y[k] >> 16)), sum);
+        for (int k = 0; k < WIDTH; ++k) {
+            const float x = Half::load(left.bits[k]);
+            sum = fmaf(p.weights != 0 ? x * Half::load(weight.bits[k]) : x, Half::load(right.bits[k]), sum);
         }
     }
     return sum;
@@ -69,19 +73,24 @@ __device__ __forceinline__ bool behind_beam(const ListBeamsParams &p, int32_t re
     const int64_t row = static_cast<int64_t>(request) * p.levels + level;
     const bool here = lane < p.width;
     const int32_t id = here ? reinterpret_cast<const int32_t *>(p.ids)[row * p.width + lane] : 0;
-    const bool reads = here && in_bounds(id, p.draft_vocab) && in_bounds(beams.tokens[beam], p.vocab);
-    if (here && !reads) {
+    const int32_t before = beams.tokens[beam];
+    const bool begins = in_bounds(before, p.vocab);
+    if (lane == 0 && !begins) {
+        record_fault(p.report, KERNEL_LIST_BEAMS, BUFFER_TOKENS_BEFORE, request, level, before, p.vocab);
+    }
+    if (here && !in_bounds(id, p.draft_vocab)) {
         record_fault(p.report, KERNEL_LIST_BEAMS, BUFFER_TARGET_IDS, request, level, id, p.draft_vocab);
     }
+    const bool reads = here && begins && in_bounds(id, p.draft_vocab);
     const float listed = reads ? score_at(reinterpret_cast<const float *>(p.scores), row * p.width + lane) : none;
     const float heat = reinterpret_cast<const float *>(p.heats)[row];
-    const float bias = reads ? pair_product<Half>(p, beams.tokens[beam], id) * heat : 0.0f;
+    const float bias = reads ? pair_product<Half>(p, row, before, id) * heat : 0.0f;
     if (__ballot_sync(ALL_LANES, !isfinite(bias)) != 0) {
         return false;
     }
     // As on the host, in double precision.
     const double value = static_cast<double>(listed) + static_cast<double>(bias);
-    const double left = fmax(1.0 - lane_sum(exp(static_cast<double>(listed))), 0.0);
+    const double left = p.closed != 0 ? 0.0 : fmax(1.0 - lane_sum(exp(static_cast<double>(listed))), 0.0);
     const double most = lane_max(fmax(value, 0.0));
     const double sum = lane_sum(exp(value - most)) + left * exp(-most);
     const double all = most + log(sum);

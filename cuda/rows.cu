@@ -1,7 +1,7 @@
 // Operations on rows of activations [rows, columns]: gathers (embeddings, rows by index, from table to table), RMSNorm with the residual sum,
-// SiLU(gate) * up, GELU(gate) * up.
+// SiLU(gate) * up, GELU(gate) * up, convolutions over the rows of each request.
 //
-// Bits: a row's result is a function of that row and of `columns`, whatever the batch, the strides and the alignment. The
+// Bits: a row's result is a function of that row (of a convolution, of its request's rows up to it) and of `columns`, whatever the batch, the strides and the alignment. The
 // norm takes one block a row, whose threads and tree of sums are fixed by `columns`; sums and products are f32 in one
 // order, and are rounded to the element type once, at the end.
 //
@@ -216,6 +216,45 @@ __device__ __forceinline__ void gated_up(const GatedUpParams &p) {
     store8(out, v, columns - at, wide);
 }
 
+// out = (out +) the sum over taps t of (base[t] + own[t] of the column's group) * x[row - t], over rows of one request. A
+// thread has an element; its sum is in f32, from the row's own tap on.
+template <typename T>
+__device__ __forceinline__ void row_conv(const RowConvParams &p) {
+    const int32_t row = blockIdx.x;
+    const int32_t column = blockIdx.y * blockDim.x + threadIdx.x;
+    if (column >= p.columns) {
+        return;
+    }
+    // The last request that begins no later; `requests` of the rows behind all.
+    const int32_t *starts = reinterpret_cast<const int32_t *>(p.starts);
+    int32_t request = 0;
+    for (int32_t end = p.requests + 1; end - request > 1;) {
+        const int32_t middle = (request + end) / 2;
+        if (starts[middle] <= row) {
+            request = middle;
+        } else {
+            end = middle;
+        }
+    }
+    uint16_t *out = reinterpret_cast<uint16_t *>(p.out) + row * p.out_stride + column;
+    if (request == p.requests) {
+        if (p.adds == 0) {
+            *out = 0;
+        }
+        return;
+    }
+    const int32_t place = min(max(row - starts[request], 0), row);  // whatever `starts` has, no row before the first
+    const uint16_t *x = reinterpret_cast<const uint16_t *>(p.x) + row * p.x_stride + column;
+    const uint16_t *base = reinterpret_cast<const uint16_t *>(p.base) + column;
+    const uint16_t *own = reinterpret_cast<const uint16_t *>(p.own) + row * p.own_stride + column / (p.columns / p.groups);
+    float sum = 0.0f;
+    for (int32_t tap = 0; tap <= min(p.taps - 1, place); ++tap) {
+        const float factor = __fadd_rn(T::load(base[tap * p.base_stride]), T::load(own[tap * p.groups]));
+        sum = __fmaf_rn(factor, T::load(x[-tap * static_cast<int64_t>(p.x_stride)]), sum);
+    }
+    *out = T::store(p.adds != 0 ? __fadd_rn(T::load(*out), sum) : sum);
+}
+
 }  // namespace specrs
 
 extern "C" __global__ void __launch_bounds__(256) gather_rows_v16(const __grid_constant__ specrs::GatherRowsParams p) {
@@ -251,4 +290,12 @@ extern "C" __global__ void __launch_bounds__(256) gelu_up_bf16(const __grid_cons
 extern "C" __global__ void __launch_bounds__(256) gelu_up_f16(const __grid_constant__ specrs::GatedUpParams p) {
     specrs::let_next_begin();
     specrs::gated_up<specrs::F16, true>(p);
+}
+extern "C" __global__ void __launch_bounds__(256) row_conv_bf16(const __grid_constant__ specrs::RowConvParams p) {
+    specrs::let_next_begin();
+    specrs::row_conv<specrs::Bf16>(p);
+}
+extern "C" __global__ void __launch_bounds__(256) row_conv_f16(const __grid_constant__ specrs::RowConvParams p) {
+    specrs::let_next_begin();
+    specrs::row_conv<specrs::F16>(p);
 }

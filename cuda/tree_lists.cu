@@ -2,7 +2,7 @@
 // rows of the pass that gives these lists.
 //
 // `block_rows`: the rows of each request's block, which begins with its root and goes on with a mask, no further than
-// the context. `tree_lists`: the best tree of each request whose levels do not depend on the path. A path's score is
+// the context; where something else gives the first level (`skipped` is -1), masks alone. `tree_lists`: the best tree of each request whose levels do not depend on the path. A path's score is
 // the sum of its tokens' log-probabilities, so the best open node is taken again and again; it opens its next sibling
 // and its first child. A warp grows a tree with the open nodes in registers, two a lane. The deepest path is numbered
 // first. Where a path would leave it by more nodes than attention takes, the tree is grown again without these.
@@ -297,7 +297,8 @@ __device__ __forceinline__ void block_rows(const BlockRowsParams &p) {
             min(reinterpret_cast<const int32_t *>(p.nodes)[request], p.most);
     }
     for (int32_t row = x; row < count; row += blockDim.x) {
-        tokens[begin + row] = row == 0 ? reinterpret_cast<const int32_t *>(p.roots)[request] : p.mask_token;
+        const bool is_root = row == 0 && p.skipped >= 0;
+        tokens[begin + row] = is_root ? reinterpret_cast<const int32_t *>(p.roots)[request] : p.mask_token;
         masks[begin + row] = ~0ull >> (64 - count);
     }
     for (int32_t row = total + request * blockDim.x + x; row < p.requests * p.rows; row += p.requests * blockDim.x) {
@@ -306,7 +307,8 @@ __device__ __forceinline__ void block_rows(const BlockRowsParams &p) {
     }
     for (int32_t level = x; level < p.levels; level += blockDim.x) {
         const int32_t place = request * p.levels + level;
-        reinterpret_cast<int32_t *>(p.wanted)[place] = level < levels ? begin + p.skipped + level : 0;
+        const int32_t row = p.skipped + level;
+        reinterpret_cast<int32_t *>(p.wanted)[place] = level >= levels ? 0 : row < 0 ? -1 : begin + row;
         reinterpret_cast<float *>(p.row_heats)[place] = reinterpret_cast<const float *>(p.heats)[request];
     }
 }

@@ -32,6 +32,7 @@ PYTHON = {  # prefixes of filters for pytest, and the files that they are for
     "trained": "tests/python/train/test_head.py",
     "blocks_trained": "tests/python/train/test_block_head.py",
     "blocks": "tests/python/models/test_block_heads.py",
+    "block_rounds": "tests/python/engine/test_blocks.py",
 }
 
 
@@ -105,15 +106,15 @@ MUTANTS = [
     Mutant("quiet", "quiet", "the Markov head's states do not follow the beams", "python/specrs/models/path_heads.py",
            "state.take_along_dim(parents[:, :, None], 1)", "state.take_along_dim(0 * parents[:, :, None], 1)",
            "blocks:biases"),
-    Mutant("quiet", "quiet", "a block's convolutions read the block before", "python/specrs/models/block_conv.py",
+    Mutant("quiet", "quiet", "a block's convolutions read the block before", "python/specrs/models/dense.py",
            "(places < tap)", "(places < 0)", "blocks:trained"),
     Mutant("quiet", "quiet", "inputs and outputs are convolved the other way round",
-           "python/specrs/models/block_conv.py", "each.transpose(0, 1) +", "each.transpose(0, 1).flip(0) +",
-           "blocks:trained"),
+           "python/specrs/models/block_conv.py", "self._base[0], factors, 0,",
+           "self._base[1], factors, 1,", "blocks:trained"),
     Mutant("quiet", "quiet", "a selector does not look at the block", "python/specrs/models/path_heads.py",
            "before * row[:, None]", "before", "blocks:biases"),
-    Mutant("quiet", "quiet", "a selector's block scores all tokens", "python/specrs/models/block_head.py",
-           "logits < least", "logits < -torch.inf", "blocks:trained"),
+    Mutant("quiet", "quiet", "a selector's block scores all tokens", "python/specrs/engine/devices/host_blocks.py",
+           "logits < least", "logits < -math.inf", "block_rounds:depend_on_the_path"),
     Mutant("quiet", "quiet", "the detokenizer knows no prompt", "python/specrs/engine/request/decoding.py",
            "for token in self._end_of(prompt):", "for token in ():", "text:behind_a_prompt"),
     Mutant("quiet", "quiet", "a chain in training sees keys of its own text", "python/specrs/train/eagle3.py",

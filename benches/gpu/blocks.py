@@ -5,7 +5,7 @@ is measured is how long a round takes with a block's drafts: with trees that the
 trees of the host, of which also the part that drafts is measured (`CudaBlocks.lists` and the making of trees). Tokens
 must be those of plain decoding.
 
-    python benches/gpu/blocks.py [--json FILE] [--rounds 24] [--batches 1,8] [--context 1024]
+    python benches/gpu/blocks.py [--json FILE] [--rounds 24] [--batches 1,8] [--context 1024] [--forms DFlash,DFlash2]
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "python"))
 import blockzoo
+import headzoo
 import reference_blocks
+import reference_heads
 from common import commit, versions
 from reference_blocks import Block
+from reference_heads import Sizes
 from specrs import LLM
 from specrs.engine.devices.block_lists import BlockTrees
 from specrs.measuring.machine import driver
@@ -41,12 +44,20 @@ HEAD = Block(
     rows=16, mask=3, hidden=2048, target_hidden=2048, heads=32, kv_heads=8, head_dim=64, inner=8192, vocab=128256,
     layers=5, streams=(2, 5, 8, 11, 14), eps=1e-5, rank=256, state=1024,
 )  # fmt: skip
-FORMS: dict[str, tuple[str, Block]] = {
+FORMS: dict[str, tuple[str, Block | Sizes]] = {
     "DFlash": ("DFlash", HEAD),
     "JetSpec": ("JetSpec", replace(HEAD, causal=True)),
     "DSpark": ("DSpark", replace(HEAD, rows=7, layers=2, streams=(7, 14), anchor=True, markov="vanilla")),
-}
-TREES = {"DFlash": (8, 15, 32), "JetSpec": (8, 15, 32), "DSpark": (8, 7, 32)}
+    "DFlash2": ("DFlash2", replace(HEAD, taps=2, candidates=16)),
+    "P-EAGLE": (
+        "P-EAGLE",
+        Sizes(hidden=2048, target_hidden=2048, heads=32, kv_heads=8, head_dim=64, inner=8192, vocab=128256,
+              draft_vocab=None, layers=4, streams=(2, 8, 13), mask=3, levels=8),
+    ),
+}  # fmt: skip
+TREES = {
+    "DFlash": (8, 15, 32), "JetSpec": (8, 15, 32), "DSpark": (8, 7, 32), "DFlash2": (8, 15, 32), "P-EAGLE": (8, 8, 32),
+}  # fmt: skip
 
 
 def write_target(directory: Path) -> None:
@@ -77,6 +88,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--forms", default=",".join(FORMS))
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {
@@ -87,10 +99,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         write_target(root / "target")
-        for name, (form, block) in FORMS.items():
-            weights = reference_blocks.random_block(block, 1)
+        forms = args.forms.split(",")
+        for name, (form, sizes) in ((name, FORMS[name]) for name in forms):
+            steps = isinstance(sizes, Sizes)
+            weights = reference_heads.random_head(sizes, 1) if steps else reference_blocks.random_block(sizes, 1)
             half = {key: value.bfloat16() for key, value in weights.items()}
-            blockzoo.save_block(root / name, form, block, 16, half)
+            (headzoo.save_head if steps else blockzoo.save_block)(root / name, form, sizes, 16, half)
         for batch in map(int, args.batches.split(",")):
             prompts = random_prompts(batch, args.context, 128000)
             options: dict[str, Any] = {
@@ -98,7 +112,7 @@ def main() -> None:
                 "max_context_len": args.context + 8 * args.rounds + batch * args.context // 2048 + 256,
             }  # fmt: skip
             wanted: list[list[int]] = []
-            for name, trees in (("plain", "none"), *((name, made) for name in FORMS for made in ("device", "host"))):
+            for name, trees in (("plain", "none"), *((name, made) for name in forms for made in ("device", "host"))):
                 extra: dict[str, Any] = {"speculative": False} if name == "plain" else {"tree": TREES[name]}
                 made = mock.patch.object(BlockTrees, "of", return_value=None) if trees == "host" else nullcontext()
                 with made, LLM(root / "target", None if name == "plain" else root / name, **options, **extra) as llm:

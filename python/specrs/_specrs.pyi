@@ -1894,6 +1894,21 @@ def _device_gated_up(
     pairs; the activation is "silu" or "gelu_tanh".
     """
 
+def _device_row_conv(
+    x: _Tensor,
+    base: _Tensor,
+    own: _Tensor,
+    side: SupportsIndex,
+    starts: _Tensor,
+    adds: bool,
+    out: _Tensor,
+    stream: _Stream,
+) -> None:
+    """out [rows, columns] = (out +) sum over t of (base[t] + own[:, side, t]) * x, shifted by t rows within each
+    request: x is [rows, columns], base [taps, columns], own [rows, 2 * taps * groups] for groups of columns, starts
+    int32 [requests + 1].
+    """
+
 def _device_rope_kv(
     qkv: _Tensor,
     heads: SupportsIndex,
@@ -2021,9 +2036,10 @@ def _device_block_rows(
     stream: _Stream,
 ) -> None:
     """The rows of the blocks of a batch (`BlockArrays`, written): a request's root (`roots`) and `mask_token` behind
-    it, `rows` of them, or as many as there are positions behind its `lens` in `context`; none where `depths` is 0. All
-    are int32 [batch], `heats` float32 [batch]. A tree has at most `most` nodes, and as many as `nodes` (int32 [batch])
-    says.
+    it, `rows` of them, or as many as there are positions behind its `lens` in `context`; none where `depths` is 0. The
+    first level is predicted by the row behind `skipped` others, or with -1 by none; then all rows have `mask_token`.
+    All are int32 [batch], `heats` float32 [batch]. A tree has at most `most` nodes, and as many as `nodes` (int32
+    [batch]) says.
     """
 
 def _device_tree_lists(
@@ -2057,14 +2073,17 @@ def _device_list_beams(
     max_depths: _Tensor,
     before: _Tensor,
     behind: _Tensor,
+    weights: _Tensor | None,
+    closed: bool,
     live: _Tensor | None,
     beams: BeamArrays,
     stream: _Stream,
 ) -> None:
     """The candidates of beams over the lists of levels (`ListArrays`) into `beams` (`BeamArrays`, of as many steps): a
     token's log-probability changes by the product of its row of `behind` [draft vocabulary, rank] and that of the token
-    before in `before` [vocabulary, rank], times `heats` (float32 [batch * levels]). `roots` and `max_depths` are int32
-    [batch].
+    before in `before` [vocabulary, rank], times `heats` (float32 [batch * levels]). `weights` [batch * levels, rank]
+    are factors on the product's elements. If the lists are `closed`, no other token has a chance. `roots` and
+    `max_depths` are int32 [batch].
     """
 
 def _device_draft_scratch(

@@ -63,10 +63,10 @@ for shape in "${shapes[@]}"; do
 done
 others=$(printf ' or %s' "${shapes[@]}")
 queue run_file "$root/tests/python/engine/test_gpu_engine.py" others "not (${others# or })"
-for form in DFlash JetSpec Markov GRU P-EAGLE; do
+for form in DFlash JetSpec Markov GRU P-EAGLE Flash2; do
     queue run_file "$root/tests/python/engine/test_gpu_blocks.py" "$form" "$form"
 done
-queue run_file "$root/tests/python/engine/test_gpu_blocks.py" others "not (DFlash or JetSpec or Markov or GRU or P-EAGLE)"
+queue run_file "$root/tests/python/engine/test_gpu_blocks.py" others "not (DFlash or JetSpec or Markov or GRU or P-EAGLE or Flash2)"
 for file in "${files[@]}"; do
     case $file in */test_gpu_engine.py | */test_gpu_blocks.py) continue ;; esac
     queue run_file "$file"

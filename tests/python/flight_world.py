@@ -138,6 +138,10 @@ class Round:
     def of(self, batch: Batch, rows: Sequence[int]) -> Round:
         return Round(self.device, self.run, self.number, batch, [self.places[row] for row in rows], self.loop)
 
+    def wait(self) -> None:
+        self.device.might("collect")
+        assert self.device.slot(self.number)
+
     @property
     def ahead(self) -> int:
         device = self.device

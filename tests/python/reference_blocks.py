@@ -162,9 +162,15 @@ def logits_of(
         x = x[1:]
     logits = x @ w.get("scores", scores.double()).T * b.logit_scale
     logits = logits if b.cap is None else b.cap * (logits / b.cap).tanh()
+    return logits, x
+
+
+def chosen_from(b: Block, logits: torch.Tensor) -> torch.Tensor:
+    """The logits of the tokens that have a chance, and -inf of others: a selector chooses among the likeliest."""
+    logits = logits.clone()
     for row in logits if b.candidates else ():
         row[row.argsort(descending=True)[b.candidates :]] = -torch.inf
-    return logits, x
+    return logits
 
 
 def biases_of(

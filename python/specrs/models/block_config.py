@@ -113,6 +113,16 @@ class BlockConfig(FusedConfig):
     logit_cap: float | None
     layers_key: ClassVar[str] = "target_layer_ids"
 
+    @property
+    def pair_rank(self) -> int:
+        """Width of the rows of a token before and a token to score (`path_heads.Pairs`); 0 without."""
+        return self.markov_rank if self.selector is None else self.selector.rank
+
+    @property
+    def conv_factors(self) -> int:
+        """Numbers that follow from a row for the convolutions of a sublayer, before and behind; 0 without."""
+        return 0 if self.conv is None else 2 * self.conv.taps * self.hidden_size // self.conv.group
+
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], path: Path | None = None, form: Form | None = None) -> BlockConfig:
         """Read a head from its parsed `config.json`.

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from specrs._specrs import ConfigError, Plan
 from specrs.models.acceptance import UNKNOWN, Acceptance, read_acceptance
@@ -81,8 +80,10 @@ class BlockHead:
         self._convs = [[BlockConv(config, weights, ops, f"{p}{of}_conv") for of in ("attention", "mlp")] for p in convs]
         wide = LayerTail.widths(config)
         self._write_work = Workspace(at, x=h, n=h, **{f"kv {i}": 2 * config.kv_size for i in range(config.num_layers)})
-        self._work = Workspace(at, x=h, qkv=config.qkv_size, **wide, **({} if config.conv is None else {"n": h}))
-        self._tail_work = Workspace(at, x=h, hidden=h, **wide)
+        convolved = {} if config.conv is None else {"n": h, "convolved": h, "factors": config.conv_factors}
+        self._work = Workspace(at, x=h, qkv=config.qkv_size, **wide, **convolved)
+        weights_of_rows = {} if config.selector is None else {"weights": config.selector.rank}
+        self._tail_work = Workspace(at, x=h, hidden=h, **wide, **weights_of_rows)
         self._logits = Workspace(at.for_logits(), logits=config.draft_vocab_size)
         self.path_head: PathHead | None = None
         if config.markov is not None:
@@ -165,7 +166,7 @@ class BlockHead:
 
         tokens: int64 [Q], `block` of each request. plan: their positions, and what they attend to. logit_rows: int64
         [R], the rows that predict. Returns (logits [R, draft vocabulary], normalised rows [R, h]), views that the next
-        `draft` overwrites. With a selector, logits of tokens that are no candidates of it are -inf.
+        `draft` overwrites. A selector chooses among the likeliest tokens alone, which is left to who lists them.
         """
         w, wanted = self._work.rows(check_rows(tokens, plan)), logit_rows.numel()
         t, logits = self._tail_work.rows(wanted), self._logits.rows(wanted)["logits"]
@@ -190,27 +191,32 @@ class BlockHead:
             self.dense.soft_cap(logits, self.config.logit_cap)
         if self._lends is not None:
             self._lends.finish(logits)
-        if self.config.selector is not None:
-            least = logits.topk(self.config.selector.candidates).values[:, -1:]
-            logits.masked_fill_(logits < least, -torch.inf)
         return logits, t["hidden"]
+
+    def pair_weights(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Return the weights of `Pairs` that follow from normalised rows [R, h]: [R, rank], a view that the next call
+        overwrites; ``None`` of heads without."""
+        pairs = None if self.path_head is None else self.path_head.pairs
+        if pairs is None or pairs.row is None:
+            return None
+        out = self._tail_work.rows(hidden.shape[0])["weights"]
+        pairs.row.forward(hidden, out)
+        return out
 
     def _convolved_layers(self, x: torch.Tensor, plan: Plan, kv: KvMemory, w: dict[str, torch.Tensor]) -> None:
         """Run all layers over the residual stream x [Q, h], with convolutions around attention and MLP."""
-        starts = from_dlpack(plan.qo_indptr).long()
-        places = torch.arange(len(x)) - starts[:-1].repeat_interleave(starts.diff())
-        y = w["y"]
+        n, convolved, factors, y = w["n"], w["convolved"], w["factors"], w["y"]
         for i, (qkv, norm, tail) in enumerate(zip(self._qkv, self._norms, self._tails, strict=True)):
             of_attention, of_mlp = self._convs[i]
-            self.dense.rms_norm(x, norm, self._eps, w["n"])
-            before, behind = of_attention.kernels(w["n"])
-            qkv.forward(of_attention.convolve(w["n"], before, places), w["qkv"])
+            self.dense.rms_norm(x, norm, self._eps, n)
+            of_attention.before(n, factors, plan, convolved)
+            qkv.forward(convolved, w["qkv"])
             tail.attend(kv, i, plan, w["qkv"], w["attended"])
             tail.o.forward(w["attended"], y)
-            x += of_attention.convolve(y, behind, places)
+            of_attention.behind(y, factors, plan, x)
             assert tail.post_norm is not None
-            self.dense.rms_norm(x, tail.post_norm, self._eps, w["n"])
-            before, behind = of_mlp.kernels(w["n"])
-            tail.gate_up.forward_swiglu(of_mlp.convolve(w["n"], before, places), w["act"], None, 0.0)
+            self.dense.rms_norm(x, tail.post_norm, self._eps, n)
+            of_mlp.before(n, factors, plan, convolved)
+            tail.gate_up.forward_swiglu(convolved, w["act"], None, 0.0)
             tail.down.forward(w["act"], y)
-            x += of_mlp.convolve(y, behind, places)
+            of_mlp.behind(y, factors, plan, x)

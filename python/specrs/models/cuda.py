@@ -47,6 +47,7 @@ _CAPPED = (128, 256)  # head sizes for which scores are capped
 _CAPS = 1e-4, 1e4  # bounds of score caps: `CAPS` of src/device/kernels/attention.rs
 _SMALL_HEADS = 128  # elements of a head that every GPU has shared memory for
 _MOST_GROUP = 64
+_MOST_CANDIDATES = 32  # tokens of a list: `MAX_DEVICE_TOPK` of src/device/kernels/draft_select.rs
 _LARGE = 1 << 25  # bytes of a block that is made no larger than it has to be
 _MOST_VIEWS = 1024  # limit of views of scratch memory: sizes repeat from round to round
 _MOST_VOCABULARY = 1 << 18  # limit of logits that are sampled from: a bit for each token lies in shared memory
@@ -120,10 +121,11 @@ def why_not(sizes: ModelConfig | HeadConfig) -> str | None:
         return f"vocab_size = {sizes.vocab_size}: sampling on a GPU takes at most {_MOST_VOCABULARY}"
     tokens = sizes.vocab_size if isinstance(sizes, ModelConfig) else sizes.draft_vocab_size
     widths = [sizes.hidden_size, sizes.qkv_size, sizes.q_size, sizes.intermediate_size, tokens]
-    if isinstance(sizes, BlockConfig) and sizes.conv is not None:
-        return "convolutions of a DFlash2 head: there are no kernels for them on a GPU"
     if isinstance(sizes, BlockConfig):
-        widths += [sizes.markov_rank, *(() if sizes.gru is None else (sizes.gru.state, sizes.gru.inner))]
+        widths += [sizes.pair_rank, sizes.conv_factors]
+        widths += [] if sizes.gru is None else [sizes.gru.state, sizes.gru.inner]
+        if sizes.selector is not None and sizes.selector.candidates > _MOST_CANDIDATES:
+            return f"selector_top_k = {sizes.selector.candidates}: a GPU lists at most {_MOST_CANDIDATES} tokens"
     if isinstance(sizes, Eagle3Config) and sizes.norm_before_fc and sizes.aux_size > _MOST_NORMED:
         return f"norm_before_fc over {sizes.aux_size} columns: norms on a GPU take at most {_MOST_NORMED}"
     odd = next((n for n in widths if n % 8), None)
@@ -257,6 +259,14 @@ class CudaDense:
     def soft_cap(self, x: torch.Tensor, cap: float) -> None:
         self.settle()
         x.div_(cap).tanh_().mul_(cap)  # one thread an element, wherever it lies
+
+    def convolve(
+        self, x: torch.Tensor, base: torch.Tensor, own: torch.Tensor, side: int, plan: Plan, out: torch.Tensor,
+        adds: bool = False,
+    ) -> None:  # fmt: skip
+        self.settle()
+        starts = plan.starts if isinstance(plan, DevicePlan) else self.upload(from_dlpack(plan.qo_indptr))
+        core._device_row_conv(x, base, own, side, starts, adds, out, self.stream)
 
     def attention_space(self, size: int) -> torch.Tensor:
         """Scratch of attention, of so many bytes at least."""

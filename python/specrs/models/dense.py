@@ -59,6 +59,21 @@ class TorchDense:
 
     gelu_up, scaled_add, soft_cap = staticmethod(gelu_up), staticmethod(scaled_add), staticmethod(soft_cap)
 
+    def convolve(
+        self, x: torch.Tensor, base: torch.Tensor, own: torch.Tensor, side: int, plan: Plan, out: torch.Tensor,
+        adds: bool = False,
+    ) -> None:  # fmt: skip
+        (rows, columns), taps = x.shape, len(base)
+        starts = from_dlpack(plan.qo_indptr).long()
+        places = (torch.arange(rows) - starts[:-1].repeat_interleave(starts.diff())).to(x.device)
+        each = own.view(rows, 2, taps, -1)[:, side]
+        factors = each.repeat_interleave(columns // each.shape[2], -1) + base
+        y = x * factors[:, 0]
+        for tap in range(1, taps):
+            before = x.roll(tap, 0).masked_fill_((places < tap)[:, None], 0.0)
+            y += before * factors[:, tap]
+        torch.add(out, y, out=out) if adds else out.copy_(y)
+
     def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, shift: int = 0) -> None:
         torch.index_select(x, 0, rows + shift if shift else rows, out=out)
 
@@ -105,7 +120,7 @@ class HostDense:
         self.placement = placement
         plain = TorchDense(placement)
         self.gather, self.concat = plain.gather, plain.concat
-        self.rope, self.rms_norm = plain.rope, core.rms_norm
+        self.rope, self.convolve, self.rms_norm = plain.rope, plain.convolve, core.rms_norm
         self.gelu_up, self.scaled_add, self.soft_cap = gelu_up, scaled_add, soft_cap
 
     def linear(

@@ -92,10 +92,11 @@ class Eagle3Head:
         self._extend_logits, self._step_logits = (
             Workspace(at.for_logits(), logits=config.draft_vocab_size) for _ in range(2)
         )
-        self._mask: tuple[int, torch.Tensor] | None = None  # of a P-EAGLE head, token and feature of masked rows
+        self._masks: tuple[torch.Tensor, torch.Tensor] | None = None  # of a P-EAGLE head, tokens and features of rows
         if isinstance(config, Eagle3Config) and config.mask_token is not None:
             parts = weights.load("mask_hidden").view(len(aux_layers), 1, -1).to(at.device, at.activations)
-            self._mask = config.mask_token, self._inputs.fuse(parts.unbind(0), self._extend_work.rows(1)).clone()
+            feature = self._inputs.fuse(parts.unbind(0), self._extend_work.rows(1)).clone()
+            self._masks = torch.tensor([config.mask_token], dtype=torch.int32, device=at.device), feature
         target.set_aux_layers(aux_layers)
 
     @classmethod
@@ -111,6 +112,12 @@ class Eagle3Head:
         for note in config.notes:
             _logger.warning("%s: %s", directory, note)
         return head
+
+    @property
+    def mask_token(self) -> int:
+        """The token of a P-EAGLE head's masked rows."""
+        assert isinstance(self.config, Eagle3Config) and self.config.mask_token is not None
+        return self.config.mask_token
 
     @property
     def vocab_size(self) -> int:
@@ -129,6 +136,8 @@ class Eagle3Head:
         self._extend_logits.reserve(logit_rows)
         self._step_work.reserve(step_rows)
         self._step_logits.reserve(step_rows)
+        if self._masks is not None:
+            self._masked_rows(step_rows)
 
     def products(self) -> Iterator[tuple[str, Linear]]:
         """Yield every product of the head, with the name of its weight; the product of q, k and v is split by its
@@ -198,9 +207,16 @@ class Eagle3Head:
     def masked(self, plan: Plan, kv: KvMemory) -> torch.Tensor:
         """Rows of a P-EAGLE head that draft the levels behind the first, for each query of a causal plan behind a
         request. Returns logits [Q, draft vocabulary], a view that the next `step` overwrites."""
-        assert self._mask is not None
-        token, feature = self._mask
-        return self.step(torch.full((plan.queries,), token), feature.expand(plan.queries, -1), plan, kv)[0]
+        return self.step(*self._masked_rows(plan.queries), plan, kv)[0]
+
+    def _masked_rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens and features of so many masked rows, views of memory that is kept for the most rows so far."""
+        assert self._masks is not None
+        tokens, features = self._masks
+        if count > len(tokens):
+            tokens, features = tokens[:1].repeat(count), features[:1].repeat(count, 1)
+            self._masks = tokens, features
+        return tokens[:count], features[:count]
 
     def _run(
         self,

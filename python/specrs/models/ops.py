@@ -117,6 +117,14 @@ class Dense(Protocol):
     def soft_cap(self, x: torch.Tensor, cap: float) -> None:
         """x = cap * tanh(x / cap), in place."""
 
+    def convolve(
+        self, x: torch.Tensor, base: torch.Tensor, own: torch.Tensor, side: int, plan: Plan, out: torch.Tensor,
+        adds: bool = False,
+    ) -> None:  # fmt: skip
+        """out [Q, K] = the sum over t of (base[t] + own[:, side, t]) * x [Q, K] of t rows before, in rows of the same
+        request of the plan; with ``adds`` it is added to `out`. base is [taps, K], own [Q, 2 * taps * groups], of each
+        of two sides a number for each tap and group of columns."""
+
     def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, shift: int = 0) -> None:
         """out [R, K] = rows + shift of x [M, K]; `rows` int64 or int32 [R], each below M once shifted."""
 

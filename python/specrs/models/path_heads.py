@@ -4,6 +4,7 @@ DFlash2's selector."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,8 +15,48 @@ from specrs.models.ops import Embedding, Linear, Ops
 from specrs.models.placement import Placement
 
 
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """A product of low rank of the token before and the token to score, by which a head's scores change.
+
+    Attributes:
+        before: rows of the tokens before, [target vocabulary, rank].
+        behind: rows of the tokens to score, [draft vocabulary, rank].
+        rank: elements of a row.
+        row: gives factors on the product's elements, of a block's own row; ``None`` if all are 1.
+    """
+
+    before: Embedding
+    behind: Embedding
+    rank: int
+    row: Linear | None = None
+
+    def scores(self, at: Placement, before: torch.Tensor, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return what the scores of some tokens change by behind each of some tokens: f32 [N, P, M].
+
+        Args:
+            at: the head's placement.
+            before: int64 [N, P], in the target's vocabulary.
+            hidden: [N, h], the normalised row of each level.
+            ids: int64 [N, M], in the draft's vocabulary.
+        """
+        rows, scored = (
+            _rows(at, table, tokens, self.rank).float().view(*tokens.shape, self.rank)
+            for table, tokens in ((self.before, before), (self.behind, ids))
+        )
+        if self.row is not None:
+            rows *= _product(at, self.row, hidden).float()[:, None]
+        return torch.einsum("npr,nmr->npm", rows, scored)
+
+
 class PathHead(Protocol):
-    """What makes a block's levels depend on the path. Results for a prefix do not depend on the others."""
+    """What makes a block's levels depend on the path. Results for a prefix do not depend on the others.
+
+    Attributes:
+        pairs: set if scores depend on no more of the path than the token before, and how; ``None`` otherwise.
+    """
+
+    pairs: Pairs | None
 
     def products(self) -> Iterator[tuple[str, Linear]]:
         """Yield the products, with the names of their weights."""
@@ -57,29 +98,7 @@ class MarkovHead:
         if self._part is not None:
             weight, bias = (weights.load(f"markov_head.{self._part}.{name}") for name in ("weight", "bias"))
             self._product = ops.dense.linear(weight, bias)
-
-    @property
-    def pairs(self) -> bool:
-        """True if what scores change by depends on the token before alone (`of_pairs`)."""
-        return self._product is None
-
-    @property
-    def tables(self) -> tuple[Embedding, Embedding]:
-        """Rows of the tokens before, [target vocabulary, r], and of those that are scored, [draft vocabulary, r]."""
-        return self._before, self._scores
-
-    def of_pairs(self, before: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return what the scores of some tokens change by behind each of some tokens: f32 [N, P, M].
-
-        Args:
-            before: int64 [N, P], in the target's vocabulary.
-            ids: int64 [N, M], in the draft's vocabulary.
-        """
-        rows = (
-            _rows(self._at, table, tokens, self._rank).float().view(*tokens.shape, self._rank)
-            for table, tokens in ((self._before, before), (self._scores, ids))
-        )
-        return torch.einsum("npr,nmr->npm", *rows)
+        self.pairs: Pairs | None = None if self._product else Pairs(self._before, self._scores, self._rank)
 
     def products(self) -> Iterator[tuple[str, Linear]]:
         """Yield the products, with the names of their weights."""
@@ -124,6 +143,7 @@ class DominoHead:
             for name in ("prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0", "embed_proj.0.weight")
         )
         self._scores = ops.dense.embedding(weights.load("embed_proj.2.weight"))
+        self.pairs: Pairs | None = None
 
     def products(self) -> Iterator[tuple[str, Linear]]:
         """Yield the products, with the names of their weights."""
@@ -157,7 +177,7 @@ class DominoHead:
 
 class SelectorHead:
     """DFlash2's: a product of low rank of the token before and the token to score, weighted by the block's own row. It
-    was trained to choose among a level's likeliest tokens, and the block gives no other token a chance."""
+    was trained to choose among a level's likeliest tokens, and no other token has a chance."""
 
     def __init__(self, config: BlockConfig, weights: Checkpoint, ops: Ops) -> None:
         assert config.selector is not None
@@ -165,6 +185,7 @@ class SelectorHead:
         tables = (weights.load(f"candidate_selector.{side}_codebook") for side in ("predecessor", "successor"))
         self._before, self._scores = map(ops.dense.embedding, tables)
         self._row = ops.dense.linear(weights.load("candidate_selector.hidden_projection.weight"))
+        self.pairs: Pairs | None = Pairs(self._before, self._scores, self._rank, self._row)
 
     def products(self) -> Iterator[tuple[str, Linear]]:
         """Yield the products, with the names of their weights."""

@@ -33,7 +33,7 @@ pub use plan::PlanKernels;
 pub use rope_kv::{MAX_HEAD_DIM, RopeKv, RopeKvOperands};
 pub(super) use round_end::RingMemory;
 pub use round_end::{CONTROL_WORDS, RoundEndKernels, RoundEndOperands};
-pub use rows::{Activation, AddRmsNorm, MAX_NORM_COLUMNS, RowOps};
+pub use rows::{Activation, AddRmsNorm, MAX_NORM_COLUMNS, RowConv, RowOps};
 pub use sample::{DeviceSamplers, MAX_SAMPLED_VOCAB, SAMPLER_ROW_WORDS, SampleVerify};
 pub(super) use table_update::CHANGE_WORDS;
 pub use table_update::TableUpdate;

@@ -1,4 +1,5 @@
-//! The launches of `cuda/rows.cu`: gathers of rows, RMSNorm with the residual sum, SiLU(gate) * up, GELU(gate) * up.
+//! The launches of `cuda/rows.cu`: gathers of rows, RMSNorm with the residual sum, SiLU(gate) * up, GELU(gate) * up,
+//! convolutions over the rows of each request.
 //!
 //! A row's bits depend on that row and its length alone. `live` is an array whose last element counts the rows of a
 //! static batch that are live (so the `offsets` of a ragged batch serve as they are); rows from there on are written as
@@ -7,10 +8,11 @@
 use std::sync::Arc;
 
 use super::check::{epsilon, half, length, live_address, norm_weight, on_device, rows_on_device};
+use crate::bounds::MAX_BATCH;
 use crate::device::context::Context;
 use crate::device::driver::{Function, Module, Stream};
 use crate::device::images;
-use crate::device::params::rows::{self as params, AddRmsNormParams, GatedUpParams, GatherRowsParams};
+use crate::device::params::rows::{self as params, AddRmsNormParams, GatedUpParams, GatherRowsParams, RowConvParams};
 use crate::device::rows::Rows;
 use crate::device::view::DeviceSlice;
 use crate::error::{Error, Result, in_range};
@@ -36,6 +38,7 @@ pub struct RowOps {
     norm: [Function; 2],
     silu: [Function; 2],
     gelu: [Function; 2],
+    conv: [Function; 2],
     _module: Module,
     context: Arc<Context>,
 }
@@ -83,6 +86,23 @@ pub struct AddRmsNorm<'a> {
     pub live: Option<&'a DeviceSlice<i32>>,
 }
 
+/// The operands of [`RowOps::conv`].
+#[derive(Debug, Clone, Copy)]
+pub struct RowConv<'a> {
+    /// `[rows, columns]`.
+    pub x: &'a Rows,
+    /// `[taps, columns]`: what the factors of all rows have in common.
+    pub base: &'a Rows,
+    /// `[rows, taps * groups]`: what is added to a row's factors, for each group of columns.
+    pub own: &'a Rows,
+    /// First row of each request and the end of the last one's, of which there is at least one.
+    pub starts: &'a DeviceSlice<i32>,
+    /// Whether the sum is added to `out`, or replaces it.
+    pub adds: bool,
+    /// `[rows, columns]`; not `x`.
+    pub out: &'a Rows,
+}
+
 impl RowOps {
     /// Load them into `context`, which is current.
     pub(super) fn load(context: Arc<Context>) -> Result<Self> {
@@ -91,7 +111,8 @@ impl RowOps {
         let norm = [module.function("add_rms_norm_bf16")?, module.function("add_rms_norm_f16")?];
         let silu = [module.function("silu_up_bf16")?, module.function("silu_up_f16")?];
         let gelu = [module.function("gelu_up_bf16")?, module.function("gelu_up_f16")?];
-        Ok(Self { gather, norm, silu, gelu, _module: module, context })
+        let conv = [module.function("row_conv_bf16")?, module.function("row_conv_f16")?];
+        Ok(Self { gather, norm, silu, gelu, conv, _module: module, context })
     }
 
     /// `out[i] = table[tokens[i]]`. A token of -1 is a lane without a token: its row is zeros. A token outside the table is
@@ -307,6 +328,55 @@ impl RowOps {
         let _current = context.enter()?;
         // SAFETY: as in `gather_as`.
         unsafe { function.launch((out.rows() as u32, blocks as u32, 1), 256, stream, &params) }
+    }
+
+    /// `out = (out +) sum over t of (base[t] + own[t]) * x[row - t]`, of the taps t whose row is one of the same request.
+    /// In f32, rounded once. Rows behind the last request get zeros, or keep what they have where the sum is added.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] for operands that do not fit each other; [`Error::OutOfRange`] for sizes that no launch has.
+    pub fn conv(&self, stream: Stream, operands: &RowConv<'_>) -> Result<()> {
+        let RowConv { x, base, own, starts, adds, out } = *operands;
+        let context = &self.context;
+        let (rows, columns, float, taps) = (x.rows(), x.columns(), x.float(), base.rows());
+        let function = half(x, self.conv[0], self.conv[1])?;
+        in_range("taps", taps as u64, 1, 64)?;
+        base.expect(taps, columns, float)?;
+        out.expect(rows, columns, float)?;
+        let groups = own.columns() / taps;
+        if groups == 0 || !columns.is_multiple_of(groups) {
+            let (got, want) = (format!("{} columns", own.columns()), format!("{taps} times a divisor of {columns}"));
+            return Err(Error::Mismatch { operand: own.what(), got, want });
+        }
+        own.expect(rows, taps * groups, float)?;
+        rows_on_device(context, &[x, base, own, out])?;
+        on_device(context, &[("starts", starts.device())])?;
+        length("starts", starts.len(), 2, false)?;
+        let blocks = in_range("columns of a convolution", columns.div_ceil(256) as u64, 1, 65_535)? as u32;
+        disjoint(&[&[out.span()]], &[&[x.span(), base.span(), own.span(), starts.span()]])?;
+        if rows == 0 {
+            return Ok(());
+        }
+        let params = RowConvParams {
+            x: x.address(),
+            base: base.address(),
+            own: own.address(),
+            starts: starts.address(),
+            out: out.address(),
+            x_stride: x.stride() as u64,
+            base_stride: base.stride() as u64,
+            own_stride: own.stride() as u64,
+            out_stride: out.stride() as u64,
+            requests: in_range("requests", starts.len() as u64 - 1, 1, MAX_BATCH.into())? as i32,
+            columns: columns as i32, // `Rows` checked that sizes fit
+            taps: taps as i32,
+            groups: groups as i32,
+            adds: u32::from(adds),
+            reserved: 0,
+        };
+        let _current = context.enter()?;
+        // SAFETY: as in `gather_as`.
+        unsafe { function.launch((rows as u32, blocks, 1), 256, stream, &params) }
     }
 }
 

@@ -48,8 +48,8 @@ pub struct DeviceLists {
 pub struct BlockRowsOperands<'a> {
     /// Rows of a block.
     pub rows: u32,
-    /// Rows of a block before the one that predicts the first level.
-    pub skipped: u32,
+    /// Rows of a block before the one that predicts the first level; -1 if no row does, and all rows have the mask.
+    pub skipped: i32,
     /// Positions of a request.
     pub context: u32,
     /// Most nodes of a tree of this round.
@@ -74,7 +74,8 @@ pub struct BlockRowsOperands<'a> {
     pub tokens: &'a DeviceSlice<i32>,
     /// Written: the rows of the same block, as bits.
     pub masks: &'a DeviceSlice<u64>,
-    /// Written: the row that predicts each level, row 0 where none does, B * D entries.
+    /// Written: the row that predicts each level, row 0 where there is no such level, -1 where no row predicts it; B * D
+    /// entries.
     pub wanted: &'a DeviceSlice<i32>,
     /// Written: the factor of each level's scores, B * D entries.
     pub row_heats: &'a DeviceSlice<f32>,
@@ -128,6 +129,10 @@ pub struct ListBeamsOperands<'a> {
     pub before: &'a Rows,
     /// `[draft vocabulary, rank]`: a row of each token that is scored.
     pub behind: &'a Rows,
+    /// `[B * D, rank]`: factors on the elements of both rows' product; `None` where all are 1.
+    pub weights: Option<&'a Rows>,
+    /// No token has a chance but those that are listed.
+    pub closed: bool,
     /// As above.
     pub live: Option<&'a DeviceSlice<i32>>,
     /// Written: candidates, of D steps, and whether they are sound.
@@ -178,7 +183,7 @@ impl TreeLists {
         let (context, requests) = (&self.context, o.lens.len());
         in_range("requests", requests as u64, 1, MAX_BATCH.into())?;
         let rows = in_range("rows of a block", o.rows, 1, 64)? as usize;
-        in_range("rows before the first level", o.skipped, 0, i128::from(o.rows))?;
+        in_range("rows before the first level", o.skipped, -1, i128::from(o.rows))?;
         in_range("mask token", o.mask_token, 0, i128::from(MAX_VOCAB))?;
         in_range("context", o.context, 1, i128::from(i32::MAX))?;
         in_range("most nodes", o.most, 1, MAX_LISTED.into())?;
@@ -224,7 +229,7 @@ impl TreeLists {
             requests: requests as i32, // limits above fit
             rows: o.rows as i32,
             levels: levels as i32,
-            skipped: o.skipped as i32,
+            skipped: o.skipped,
             context: o.context as i32,
             most: o.most as i32,
             mask_token: o.mask_token as i32,
@@ -296,7 +301,8 @@ impl TreeLists {
     /// token's score changes by the product of two rows, summed in f32. Places that no candidate takes have a score of
     /// -inf. A request with a level without a distribution, or with a product that is not finite, has no sound steps.
     ///
-    /// An id outside the draft's vocabulary is recorded and is no candidate (`vocabulary (d2t target id)`).
+    /// An id outside the draft's vocabulary is recorded and is no candidate (`vocabulary (d2t target id)`); a token before
+    /// that has no row is recorded, and nothing goes on behind it (`tokens before (rows of their table)`).
     ///
     /// # Errors
     /// [`Error::Mismatch`] for operands that do not fit each other; [`Error::OutOfRange`] for lists of more than
@@ -317,8 +323,9 @@ impl TreeLists {
         let (vocab, draft_vocab, rank) = (o.before.rows(), o.behind.rows(), o.before.columns());
         o.behind.expect(draft_vocab, rank, o.before.float())?;
         let function = half(o.before, self.beams[0], self.beams[1])?;
-        rows_on_device(context, &[o.before, o.behind])?;
-        for table in [o.before, o.behind] {
+        o.weights.map_or(Ok(()), |weights| weights.expect(requests * levels, rank, o.before.float()))?;
+        for table in [o.before, o.behind].into_iter().chain(o.weights) {
+            rows_on_device(context, &[table])?;
             if !table.in_vectors() || table.stride() != rank {
                 let (got, want) = (format!("rows of {rank}"), "rows of whole vectors, behind one another".into());
                 return Err(Error::Mismatch { operand: table.what(), got, want });
@@ -330,7 +337,7 @@ impl TreeLists {
         let live = live_address(context, o.live)?;
         let lists = [o.lists.scores.span(), o.lists.ids.span(), o.lists.sound.span(), o.to_target.span()];
         let limits = [o.roots.span(), o.max_depths.span(), o.heats.span(), o.live.span()];
-        disjoint(&[&beams.spans()], &[&lists, &limits, &[o.before.span(), o.behind.span()]])?;
+        disjoint(&[&beams.spans()], &[&lists, &limits, &[o.before.span(), o.behind.span(), o.weights.span()]])?;
         let report = context.report(stream)?;
         let params = ListBeamsParams {
             scores: o.lists.scores.address(),
@@ -343,6 +350,7 @@ impl TreeLists {
             live,
             before: o.before.address(),
             behind: o.behind.address(),
+            weights: o.weights.map_or(0, Rows::address),
             drafts: beams.drafts(),
             report,
             requests: requests as i32, // limits above fit
@@ -351,6 +359,8 @@ impl TreeLists {
             draft_vocab: draft_vocab as i32,
             vocab: vocab as i32,
             rank: rank as i32,
+            closed: u32::from(o.closed),
+            reserved: 0,
         };
         let _current = context.enter()?;
         // SAFETY: as above.

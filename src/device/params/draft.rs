@@ -18,6 +18,7 @@ declare! {
             BUFFER_CANDIDATE_PARENTS = 47: "candidates (parent)",
             BUFFER_SOUND = 48: "sound steps",
             BUFFER_MAX_NODES = 49: "max_nodes",
+            BUFFER_TOKENS_BEFORE = 52: "tokens before (rows of their table)",
             BUFFER_DRAFT_LOGITS = 51: "draft logits",
         }
     }
@@ -192,7 +193,7 @@ declare! {
             rows: i32,
             /// Levels of a request.
             levels: i32,
-            /// Rows of a block before the one that predicts the first level.
+            /// Rows of a block before the one that predicts the first level; -1 if no row does.
             skipped: i32,
             /// Positions of a request.
             context: i32,
@@ -256,6 +257,8 @@ declare! {
             before: u64,
             /// `[draft_vocab, rank]`: rows of tokens that are scored.
             behind: u64,
+            /// `[requests * levels, rank]`: factors on the elements of both rows' product; 0 where all are 1.
+            weights: u64,
             /// Written.
             drafts: Drafts,
             /// Destination of faults.
@@ -272,6 +275,10 @@ declare! {
             vocab: i32,
             /// Elements of a row of either table, a multiple of 8.
             rank: i32,
+            /// 1 where no token has a chance but those that are listed.
+            closed: u32,
+            /// Makes the size a multiple of 8.
+            reserved: u32,
         }
     }
 }

@@ -9,6 +9,7 @@ declare! {
             KERNEL_GATHER_ROWS = 17: "gather_rows",
             KERNEL_RMS_NORM = 18: "add_rms_norm",
             KERNEL_GATED_UP = 19: "gated_up",
+            KERNEL_ROW_CONV = 29: "row_conv",
             KERNEL_COPY_ROWS = 41: "copy_rows",
         }
         Buffer {
@@ -114,6 +115,40 @@ declare! {
             interleaved: u32,
             /// 1 where every row of every operand can be read in vectors of 16 bytes.
             wide: u32,
+        }
+
+        /// Parameters of `row_conv` in `cuda/rows.cu`, passed by value. Strides are elements from row to row.
+        RowConvParams {
+            /// `[rows, columns]`.
+            x: u64,
+            /// `[taps, columns]`: what the factors of all rows have in common.
+            base: u64,
+            /// `[rows, taps * groups]`: what is added to a row's factors, for each group of columns.
+            own: u64,
+            /// `int32[requests + 1]`: first row of each request, and the end of the last one's.
+            starts: u64,
+            /// `[rows, columns]`: written.
+            out: u64,
+            /// Stride of `x`.
+            x_stride: u64,
+            /// Stride of `base`.
+            base_stride: u64,
+            /// Stride of `own`.
+            own_stride: u64,
+            /// Stride of `out`.
+            out_stride: u64,
+            /// Requests.
+            requests: i32,
+            /// Elements of a row.
+            columns: i32,
+            /// Rows that each is made of, its own included.
+            taps: i32,
+            /// Groups of columns.
+            groups: i32,
+            /// 1 to add to `out`.
+            adds: u32,
+            /// Makes the size a multiple of 8.
+            reserved: u32,
         }
     }
 }

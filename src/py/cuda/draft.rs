@@ -165,7 +165,8 @@ fn _device_tree_unite<'py>(
 }
 
 /// The rows of the blocks of a batch (`BlockArrays`, written): a request's root (`roots`) and `mask_token` behind it, `rows` of
-/// them, or as many as there are positions behind its `lens` in `context`; none where `depths` is 0. All are int32 [batch],
+/// them, or as many as there are positions behind its `lens` in `context`; none where `depths` is 0. The first level is
+/// predicted by the row behind `skipped` others, or with -1 by none; then all rows have `mask_token`. All are int32 [batch],
 /// `heats` float32 [batch]. A tree has at most `most` nodes, and as many as `nodes` (int32 [batch]) says.
 #[pyfunction]
 #[pyo3(signature = (*, rows, skipped, context, most, mask_token, lens, roots, depths, nodes, heats, live, blocks, stream))]
@@ -186,7 +187,7 @@ fn _device_block_rows<'py>(
     blocks: BlockArrays<'py>,
     stream: StreamArg,
 ) -> PyResult<()> {
-    let (rows, skipped, context) = (rows.u32("rows")?, skipped.u32("skipped")?, context.u32("context")?);
+    let (rows, skipped, context) = (rows.u32("rows")?, skipped.i32("skipped")?, context.u32("context")?);
     let (most, mask_token) = (most.u32("most")?, mask_token.u32("mask_token")?);
     let mut call = Operands::named();
     let (lens, roots, depths) = (call.reads("lens", lens), call.reads("roots", roots), call.reads("depths", depths));
@@ -277,9 +278,10 @@ fn _device_tree_lists<'py>(
 
 /// The candidates of beams over the lists of levels (`ListArrays`) into `beams` (`BeamArrays`, of as many steps): a token's
 /// log-probability changes by the product of its row of `behind` [draft vocabulary, rank] and that of the token before in
-/// `before` [vocabulary, rank], times `heats` (float32 [batch * levels]). `roots` and `max_depths` are int32 [batch].
+/// `before` [vocabulary, rank], times `heats` (float32 [batch * levels]). `weights` [batch * levels, rank] are factors on the
+/// product's elements. If the lists are `closed`, no other token has a chance. `roots` and `max_depths` are int32 [batch].
 #[pyfunction]
-#[pyo3(signature = (*, shape, width, lists, heats, to_target, roots, max_depths, before, behind, live, beams, stream))]
+#[pyo3(signature = (*, shape, width, lists, heats, to_target, roots, max_depths, before, behind, weights, closed, live, beams, stream))]
 #[allow(clippy::too_many_arguments, reason = "operands, passed by name")]
 fn _device_list_beams<'py>(
     py: Python<'py>,
@@ -292,6 +294,8 @@ fn _device_list_beams<'py>(
     max_depths: Arg<'_, 'py>,
     before: Arg<'_, 'py>,
     behind: Arg<'_, 'py>,
+    weights: Option<Arg<'_, 'py>>,
+    closed: bool,
     live: Option<Arg<'_, 'py>>,
     beams: BeamArrays<'py>,
     stream: StreamArg,
@@ -302,9 +306,10 @@ fn _device_list_beams<'py>(
     let (heats, to_target) = (call.reads("heats", heats), call.reads("to_target", to_target));
     let (roots, max_depths) = (call.reads("roots", roots), call.reads("max_depths", max_depths));
     let (before, behind, live) = (call.reads("before", before), call.reads("behind", behind), call.reads("live", live));
+    let weights = call.reads("weights", weights);
     let beams = beams.written(&mut call, shape);
     call.launch(py, stream, |o, k, s, g| {
-        let (to_target, live) = (o.maybe(to_target, g)?, o.maybe(live, g)?);
+        let (to_target, live, weights) = (o.maybe(to_target, g)?, o.maybe(live, g)?, o.maybe_rows(weights, g)?);
         k.tree_lists.beams(
             s,
             &ListBeamsOperands {
@@ -316,6 +321,8 @@ fn _device_list_beams<'py>(
                 max_depths: &o.slice(max_depths, g)?,
                 before: &o.rows(before, g)?,
                 behind: &o.rows(behind, g)?,
+                weights: weights.as_ref(),
+                closed,
                 live: live.as_ref(),
                 beams: &beams(o, g)?,
             },

@@ -5,12 +5,12 @@ use pyo3::prelude::*;
 
 use super::device::StreamArg;
 use super::operands::{Arg, Operands};
-use crate::device::{Activation, AddRmsNorm, RopeKvOperands};
+use crate::device::{Activation, AddRmsNorm, RopeKvOperands, RowConv};
 use crate::py::arg::Int;
 
 register! {
     fn _device_add_rms_norm, _device_copy_rows, _device_embed, _device_gated_up, _device_gather_rows,
-    _device_rope_kv;
+    _device_rope_kv, _device_row_conv;
 }
 
 /// out [rows, hidden] = table[tokens], int32 tokens; zeros for a token of -1, and behind the live rows.
@@ -118,6 +118,37 @@ fn _device_gated_up<'py>(
     call.launch(py, stream, |o, k, s, g| {
         let (gate_up, out) = (o.rows(gate_up, g)?, o.rows(out, g)?);
         k.rows.gated_up(s, activation, &gate_up, interleaved, o.maybe(live, g)?.as_ref(), &out)
+    })
+}
+
+/// out [rows, columns] = (out +) sum over t of (base[t] + own[:, side, t]) * x, shifted by t rows within each request: x is
+/// [rows, columns], base [taps, columns], own [rows, 2 * taps * groups] for groups of columns, starts int32 [requests + 1].
+#[pyfunction]
+#[pyo3(signature = (x, base, own, side, starts, adds, out, stream))]
+#[allow(clippy::too_many_arguments)]
+fn _device_row_conv<'py>(
+    py: Python<'py>,
+    x: Arg<'_, 'py>,
+    base: Arg<'_, 'py>,
+    own: Arg<'_, 'py>,
+    side: Int,
+    starts: Arg<'_, 'py>,
+    adds: bool,
+    out: Arg<'_, 'py>,
+    stream: StreamArg,
+) -> PyResult<()> {
+    let side = side.within("side", 0, 1)? as usize;
+    let mut call = Operands::named();
+    let (x, base, own) = (call.reads("x", x), call.reads("base", base), call.reads("own", own));
+    let starts = call.reads("starts", starts);
+    let out = call.writes("out", out);
+    call.launch(py, stream, |o, k, s, g| {
+        let (x, base, own, starts, out) =
+            (o.rows(x, g)?, o.rows(base, g)?, o.rows(own, g)?, o.slice(starts, g)?, o.rows(out, g)?);
+        let half = own.columns() / 2;
+        own.expect(own.rows(), 2 * half, own.float())?;
+        let own = own.part(side * half, half)?;
+        k.rows.conv(s, &RowConv { x: &x, base: &base, own: &own, starts: &starts, adds, out: &out })
     })
 }
 

@@ -287,11 +287,12 @@ def test_others_draft_alone_where_they_yield_more_than_the_head() -> None:
         assert speculation._prefers_others(batch, [True], others(tokens)) == alone
 
 
+@pytest.mark.parametrize("sized", [False, True])
 @pytest.mark.parametrize("shape", [(4, 6, 32), (1, 5, 6), (8, 2, 64), (4, 1, 5), (8, 6, 64)])
-def test_costs_of_passes_explain_the_rounds_that_were_measured(shape: tuple[int, int, int]) -> None:
+def test_costs_of_passes_explain_the_rounds_that_were_measured(shape: tuple[int, int, int], sized: bool) -> None:
     """Rows of deep trees cost more than those of one level: by draft steps alone middle depths would be too cheap."""
     shape_, rng = TreeShape(*shape), random.Random(str(shape))
-    tried = sorted(drafted_levels(shape_))
+    tried = sorted(drafted_levels(shape_, sized))
     for _ in range(50):
         extend, step, rows = rng.random(), rng.random(), rng.random()
         measured = {1: {0: 1.0}}

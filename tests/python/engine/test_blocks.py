@@ -155,7 +155,7 @@ def levels_of(pair: Pair, name: str, seen: Seen, most: int) -> tuple[torch.Tenso
     tables = read["model.embed_tokens.weight"], read["lm_head.weight"]
     logits, rows = reference_blocks.logits_of(b, weights, *tables, features, seen.tokens[-1])
     levels = min(seen.depth, most, b.depth)
-    return logits[:levels], rows[:levels]
+    return reference_blocks.chosen_from(b, logits[:levels]), rows[:levels]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -272,7 +272,9 @@ def test_a_gpu_takes_a_block_whose_products_it_takes(tmp_path: Path) -> None:
         ("DSpark", replace(big, markov="vanilla", rank=12), "a matrix of 12 rows or columns"),
         ("Domino", replace(big, free=1, state=9), "a matrix of 9 rows or columns"),
         ("DFlash", replace(big, head_dim=10), "head_dim = 10"),
-        ("DFlash2", replace(big, taps=2, candidates=8), "convolutions of a DFlash2 head: there are no kernels"),
+        ("DFlash2", replace(big, taps=2, candidates=8), None),
+        ("DFlash2", replace(big, taps=2, candidates=33), "selector_top_k = 33: a GPU lists at most 32 tokens"),
+        ("DFlash2", replace(big, taps=1, group=64, candidates=8), "a matrix of 2 rows or columns"),
     ):  # fmt: skip
         blockzoo.write_block(tmp_path / "head", name, b, LAYERS)
         found = why_not(check_draft(tmp_path / "head", target)[0])

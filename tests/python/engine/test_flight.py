@@ -399,6 +399,35 @@ def test_an_error_while_what_was_left_is_aborted(world: World, level: Level, mon
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_a_fault_of_a_round_whose_requests_have_ended_is_theirs(
+    world: World, level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Told(level=level)
+    llm = flying(world.target, world.draft, monkeypatch, device, **options_of("chain", 4))
+
+    def fails(site: str) -> None:
+        flight = llm._runner._flight
+        if site == "collect" and flight is not None and len(flight.dropped) == len(flight.requests):
+            error = core.OutOfBoundsError("index 9 is outside the cache")
+            error.request = 0
+            raise error
+
+    device.fails = fails
+    text = world.plain.generate([[3]], SamplingParams(max_tokens=40, ignore_eos=True))[0].text
+    params = SamplingParams(max_tokens=40, ignore_eos=True, stop=text[9:15])  # which no device foresees
+    ended, errors = llm.add([3], params), []
+    while llm.unfinished:
+        try:
+            llm.step()
+        except core.OutOfBoundsError as error:
+            errors.append(error.request)
+    assert errors == [ended], "the round behind the last token was waited for"
+    device.fails = lambda _: None
+    assert llm.generate([[5]], params)[0].token_ids == world.plain.generate([[5]], params)[0].token_ids
+    idle(llm)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_close_with_rounds_in_flight(world: World, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Told(level=level)
     llm = flying(world.target, world.draft, monkeypatch, device, **options_of("chain", 4))

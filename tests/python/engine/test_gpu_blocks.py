@@ -39,6 +39,7 @@ FORMS: dict[str, tuple[str, Any]] = {
     "DSpark-Markov": ("DSpark", replace(SMALL, anchor=True, markov="vanilla")),
     "DeepSpec-Markov": ("DeepSpec", replace(SMALL, anchor=True, markov="rnn", own_embedding=True)),
     "Domino-GRU": ("Domino", replace(SMALL, free=1, anchor=True)),
+    "Flash2": ("DFlash2", replace(SMALL, taps=2, group=8, candidates=5, rows=7)),
     "P-EAGLE": (
         "P-EAGLE",
         Sizes(hidden=64, heads=4, kv_heads=2, head_dim=64, inner=96, vocab=8, draft_vocab=None, mask=3, levels=5,
@@ -145,7 +146,8 @@ def test_a_batch_of_more_rows_than_a_pass_takes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "tensor"),
     [("DFlash", "layers.1.mlp.down_proj.weight"), ("DFlash", "layers.1.self_attn.v_proj.weight"),
-     ("P-EAGLE", "layers.1.mlp.down_proj.weight"), ("P-EAGLE", "mask_hidden")],
+     ("P-EAGLE", "layers.1.mlp.down_proj.weight"), ("P-EAGLE", "mask_hidden"),
+     ("Flash2", "layers.1.mlp_conv.base_kernel"), ("Flash2", "candidate_selector.hidden_projection.weight")],
 )  # fmt: skip
 @pytest.mark.parametrize("tree", [None, (3, 4, 9)])
 def test_a_head_that_gives_nan_costs_its_drafts_alone(tmp_path: Path, name: str, tensor: str, tree: Any) -> None:

@@ -85,6 +85,11 @@ class Batch:
             masks=self.masks, sound=self.found, stream=handle(),
         )  # fmt: skip
 
+    def alone(self):
+        """Let the host's lists be distributions: tokens that are not listed have no chance."""
+        some = (self.sound == 1) & (self.scores[:, 0] > -INF)
+        self.scores[some] = self.scores[some].log_softmax(-1)
+
     def of_host(self, i):
         """The host's lists of a request."""
         first, count = i * self.levels, min(self.depths[i], self.levels)
@@ -191,8 +196,10 @@ def paths(tokens, parents, scores):
 @pytest.mark.parametrize(
     "levels,k,listed,v", [(1, 2, 5, 3), (5, 1, 8, 6), (7, 8, 32, 64), (7, 3, 31, 33), (4, 32, 32, 64)]
 )
-def test_beams_are_the_hosts(canaries, dtype, kind, levels, k, listed, v):
-    """Products of small whole numbers, so that their sums are the same in any order."""
+@pytest.mark.parametrize("selects", [False, True])
+def test_beams_are_the_hosts(canaries, dtype, kind, levels, k, listed, v, selects):
+    """Products of small whole numbers, so that their sums are the same in any order. Where a head selects, they have
+    factors, and tokens that are not listed have no chance."""
     rng, vocab, rank = random.Random(f"{kind} {levels} {k} {listed}"), 50, 24
     for live, dead in ((1, 0), (5, 2), (33, 0)):
         world = Batch(canaries, rng, live, dead, levels, listed, v, kind, vocab, mapped=live == 5,
@@ -201,6 +208,10 @@ def test_beams_are_the_hosts(canaries, dtype, kind, levels, k, listed, v):
         before, behind = (
             torch.randint(-2, 3, (rows, rank), generator=generator).to(dtype) / 4 for rows in (1000, vocab)
         )
+        weights = torch.randint(-1, 3, (world.batch * levels, rank), generator=generator).to(dtype)
+        weights = weights if selects else torch.ones_like(weights)
+        if selects:
+            world.alone()
         heats = [rng.choice([1.0, 0.5, 2.0]) for _ in range(world.batch)]
         shape, n = core.TreeShape(k, levels, v), k + (levels - 1) * k * k
         words = -(-k * levels // 64)
@@ -216,7 +227,8 @@ def test_beams_are_the_hosts(canaries, dtype, kind, levels, k, listed, v):
         core._device_list_beams(
             shape=shape, width=listed, lists=world.lists, heats=canaries.of(rows), to_target=world.to_target,
             roots=roots, max_depths=depths, before=canaries.of(before), behind=canaries.of(behind),
-            live=world.counted, beams=beams, stream=handle(),
+            weights=canaries.of(weights) if selects else None, closed=selects, live=world.counted, beams=beams,
+            stream=handle(),
         )  # fmt: skip
         least = canaries.of([torch.finfo(torch.float32).min], dtype=torch.float32)
         core._device_tree_build(
@@ -229,8 +241,10 @@ def test_beams_are_the_hosts(canaries, dtype, kind, levels, k, listed, v):
             count = min(world.depths[i], levels)
             if lists.begin([world.roots[i]], k):
                 for level in range(count):
-                    last, ids = from_dlpack(lists.tokens).long()[0], world.ids[i * levels + level].long()
-                    lists.advance((before[last].float() @ behind[ids].float().T * heats[i])[None].contiguous())
+                    row = i * levels + level
+                    last, ids = from_dlpack(lists.tokens).long()[0], world.ids[row].long()
+                    left = before[last].float() * weights[row].float()
+                    lists.advance((left @ behind[ids].float().T * heats[i])[None].contiguous())
             tree = lists.trees([world.roots[i]], world.nodes[i])
             want = paths(*(from_dlpack(a).tolist() for a in (tree.tokens, tree.parents, tree.scores)))
             here = slice(offsets[i], offsets[i + 1])
@@ -259,14 +273,50 @@ def test_a_product_that_is_none_leaves_the_root_alone(canaries):
     core._device_list_beams(
         shape=shape, width=8, lists=world.lists, heats=canaries.of(torch.ones(6)), to_target=None,
         roots=world.limits[0], max_depths=world.limits[1], before=canaries.of(before), behind=canaries.of(behind),
-        live=None, beams=beams, stream=handle(),
+        weights=None, closed=False, live=None, beams=beams, stream=handle(),
     )  # fmt: skip
     sound = beams.sound.tolist()
     assert sound[0] == 0
     assert sound[1] == 3 or world.roots[0] in world.ids[3:].tolist()[0]
 
 
-@pytest.mark.parametrize("rows,levels,skipped", [(1, 1, 0), (7, 7, 0), (16, 15, 1), (16, 5, 1), (64, 63, 1)])
+@pytest.mark.parametrize("wrong", ["id", "root"])
+def test_a_token_without_a_row_is_recorded_and_is_no_candidate(canaries, wrong):
+    """Each with the bound of its own table: the draft's vocabulary for ids, the target's for the token before."""
+    world = Batch(canaries, random.Random(2), 2, 0, 2, 8, 16, "some")
+    world.limits[1].fill_(2)
+    if wrong == "id":
+        world.lists.ids[3] = 50
+        want = ("list_beams", "vocabulary (d2t target id)", 0, 0, 50, 50)
+    else:
+        world.limits[0][1] = 70
+        want = ("list_beams", "tokens before (rows of their table)", 1, 0, 70, 70)
+    empty, i32 = canaries.empty, torch.int32
+    beams = named(BeamArrays, (
+        empty(2, 20, dtype=torch.float32), empty(2, 20, dtype=i32), empty(2, 20, dtype=i32), empty(2, 4, dtype=i32),
+        empty(8, dtype=i32), empty(8, dtype=i32), empty(8, 1, dtype=torch.int64), empty(2, dtype=i32),
+    ))  # fmt: skip
+    core._device_list_beams(
+        shape=core.TreeShape(4, 2, 16), width=8, lists=world.lists, heats=canaries.of(torch.ones(4)), to_target=None,
+        roots=world.limits[0], max_depths=world.limits[1], before=canaries.of(torch.ones(70, 8).half()),
+        behind=canaries.of(torch.ones(50, 8).half()), weights=None, closed=False, live=None, beams=beams,
+        stream=handle(),
+    )  # fmt: skip
+    torch.cuda.synchronize()
+    with pytest.raises(specrs.OutOfBoundsError) as e:
+        device.check()
+    v = e.value
+    assert (v.kernel, v.buffer, v.request, v.step, v.index, v.bound) == want
+    scores = beams.scores.view(2, 20).cpu()
+    if wrong == "id":
+        assert world.ids[0, 3] not in beams.candidate_tokens.view(2, 20)[0, :4].tolist() and scores[0, 0] > -INF
+    else:
+        assert (scores[1] == -INF).all() and scores[0, 0] > -INF
+
+
+@pytest.mark.parametrize(
+    "rows,levels,skipped", [(1, 1, 0), (7, 7, 0), (16, 15, 1), (16, 5, 1), (64, 63, 1), (1, 2, -1), (7, 8, -1)]
+)
 def test_rows_of_blocks(canaries, rows, levels, skipped):
     rng, context = random.Random(rows), 100
     for live, dead in ((1, 0), (4, 0), (19, 2)):
@@ -291,10 +341,11 @@ def test_rows_of_blocks(canaries, rows, levels, skipped):
         offsets, tokens, masks, wanted, most = [0], [], [], [], []
         for i in range(live):
             count = min(rows, context - lens[i]) if depths[i] else 0
-            tokens += ([roots[i]] + [1234] * rows)[:count]
+            tokens += ([roots[i]] * (skipped >= 0) + [1234] * rows)[:count]
             masks += [(1 << count) - 1] * count
             most.append(min(levels, depths[i], max(count - skipped, 0)))
-            wanted += [offsets[-1] + skipped + level if level < most[-1] else 0 for level in range(levels)]
+            of_levels = [offsets[-1] + row if row >= 0 else -1 for row in range(skipped, skipped + most[-1])]
+            wanted += of_levels + [0] * (levels - most[-1])
             offsets.append(len(tokens))
         pad = batch * rows - len(tokens)
         assert blocks.offsets.tolist() == offsets + [offsets[-1]] * dead

@@ -25,6 +25,7 @@ WRITTEN = {
     "_device_copy_rows": {"dst"},
     "_device_add_rms_norm": {"residual", "copy", "out"},
     "_device_gated_up": {"out"},
+    "_device_row_conv": {"out"},
     "_device_rope_kv": {"q", "cache"},
     "_device_attention": {"out", "workspace"},
     "_device_verify_greedy": {"accepts", "scratch"},

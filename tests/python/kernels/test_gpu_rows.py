@@ -5,6 +5,7 @@ The references are the same f32 operations in the same order, on the CPU; compar
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -363,6 +364,74 @@ def test_dead_rows_of_gated_up_are_zeros(canaries):
     out = canaries.empty(5, 32, dtype=torch.bfloat16)
     core._device_gated_up(canaries.of(gate_up), "gelu_tanh", False, canaries.of([2]), out, handle())
     assert (out[2:].view(torch.int16) == 0).all() and out[:2].isfinite().all()
+
+
+# --- convolutions ---------------------------------------------------------------------------------------------------
+
+
+def convolved(x, base, own, side, starts, out, adds):
+    """Tap by tap in f32, from each row's own."""
+    (rows, columns), taps = x.shape, len(base)
+    factors = own.float().view(rows, 2, taps, -1)[:, side]
+    factors = factors.repeat_interleave(columns // factors.shape[2], -1) + base.float()
+    want = out.clone() if adds else torch.zeros_like(out)
+    for first, end in itertools.pairwise(starts):
+        total = torch.zeros(end - first, columns)
+        for tap in range(min(taps, end - first)):
+            total[tap:] = fma(factors[first + tap : end, tap], x[first : end - tap].float(), total[tap:])
+        mine = want[first:end]
+        mine.copy_(mine.float() + total if adds else total)
+    return want
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("taps,columns,group", [(1, 8, 1), (2, 64, 16), (3, 257, 257), (5, 100, 4), (2, 4096, 16)])
+def test_convolutions_stay_within_a_request(canaries, dtype, adds, taps, columns, group):
+    groups = columns // group
+    for starts in ([0, 1], [0, 5, 5, 6], [0, 16, 32, 48, 48, 48], [0, 0, 3], [0, 0]):
+        rows = starts[-1] + 3  # those of nobody, in which there may be anything
+        x, own, before = (
+            random_rows(rows, n, dtype=dtype, seed=seed) for seed, n in enumerate((columns, 2 * taps * groups, columns))
+        )
+        x[starts[-1] :] = math.nan
+        if starts[1] > 2:
+            x[1, 0] = math.nan  # of one request, which another does not see
+        base = random_rows(taps, columns, dtype=dtype, seed=3)
+        out = canaries.of(before) if adds else canaries.empty(rows, columns, dtype=dtype)
+        for side in range(2):
+            want = convolved(x, base, own, side, starts, before, adds)
+            out.copy_(before)
+            core._device_row_conv(
+                canaries.of(x), canaries.of(base), canaries.of(own), side, canaries.of(starts), adds, out, handle()
+            )
+            found = out.cpu()
+            assert torch.equal(found.isnan(), want.isnan())  # a NaN's own bits are the machine's
+            assert same(found.masked_fill(found.isnan(), 0.0), want.masked_fill(want.isnan(), 0.0))
+
+
+def test_starts_that_are_none_lead_to_no_row_outside(canaries):
+    x, own = random_rows(4, 8, dtype=torch.bfloat16), torch.zeros(4, 6)
+    base, out = torch.ones(3, 8).bfloat16(), canaries.empty(4, 8, dtype=torch.bfloat16)
+    for starts in ([I32_MIN, I32_MAX], [2, 1, I32_MAX], [-7, -9, 9]):
+        core._device_row_conv(
+            canaries.of(x), canaries.of(base), canaries.of(own.bfloat16()), 1, canaries.of(starts), False, out, handle()
+        )
+        assert out.isfinite().all()
+
+
+def test_operands_of_a_convolution_that_do_not_fit_are_refused(canaries):
+    def conv(x=(4, 8), base=(2, 8), own=(4, 8), side=0, starts=2, out=(4, 8)):
+        a, b, c, d = (canaries.empty(*shape, dtype=torch.float16) for shape in (x, base, own, out))
+        core._device_row_conv(a, b, c, side, canaries.of([0] * starts), False, d, handle())
+
+    conv()
+    for wrong in (
+        {"base": (2, 7)}, {"own": (4, 12)}, {"own": (4, 9)}, {"own": (3, 8)}, {"own": (4, 2)}, {"out": (4, 9)},
+        {"out": (5, 8)}, {"starts": 1}, {"base": (65, 8), "own": (4, 130)}, {"side": 2},
+    ):  # fmt: skip
+        with pytest.raises(specrs.ConfigError):
+            conv(**wrong)
 
 
 # --- RoPE and the cache ----------------------------------------------------------------------------------------------

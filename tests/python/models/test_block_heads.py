@@ -147,7 +147,7 @@ def test_what_depends_on_the_path_gives_the_trained_biases(tmp_path: Path, name:
         ]
 
 
-@pytest.mark.parametrize("name", [name for name, (_, b) in FORMS.items() if not b.taps])  # those that a GPU runs
+@pytest.mark.parametrize("name", FORMS)
 def test_scratch_memory_of_a_head_is_counted(tmp_path: Path, name: str) -> None:
     driven = Driven(tmp_path, ops_for(), *FORMS[name])
     planned = Head(*check_draft(tmp_path / "head", driven.target.config))

@@ -38,7 +38,12 @@ FORMS: dict[str, tuple[str, Block]] = {
         replace(PLAIN, anchor=True, markov="rnn", rows=7, own_embedding=True, own_scores=True),
     ),
     "Domino": ("Domino", replace(PLAIN, free=1, anchor=True)),
-}
+    "DFlash2": ("DFlash2", replace(PLAIN, taps=2, candidates=16)),
+    "DFlash2, three taps": (
+        "DFlash2", replace(PLAIN, taps=3, group=8, candidates=5, rows=7, own_embedding=True, cap=4.0),
+    ),
+    "DFlash2 of speculators": ("speculators", replace(PLAIN, taps=3, group=1, candidates=32, causal=False, rows=33)),
+}  # fmt: skip
 
 
 def driven_on_gpu(directory: Path, name: str, dtype: torch.dtype) -> Driven:
@@ -67,14 +72,14 @@ def test_a_block_gives_the_trained_logits(tmp_path: Path, name: str, dtype: torc
     assert error < (0.12 if dtype == torch.bfloat16 else 0.02), error
     seq, features = driven.begin(tokens[:41])
     got, _ = driven.draft([seq], [41], [tokens[41]])
-    for part in ("context", "0.k", "1.v"):
+    for part in ("context", "0.k", "1.v", *(("1.attention.kernel", "0.mlp.base") if driven.block.taps else ())):
         changed = {**driven.weights, part: torch.ones_like(driven.weights[part])}
         driven_weights, driven.weights = driven.weights, changed
         assert off(got, driven.reference(features.cpu().float(), tokens[41])[0]) > 2 * error, part
         driven.weights = driven_weights
 
 
-@pytest.mark.parametrize("name", ["DFlash, wide", "JetSpec", "DSpark, gated"])
+@pytest.mark.parametrize("name", ["DFlash, wide", "JetSpec", "DSpark, gated", "DFlash2, three taps"])
 def test_a_block_has_the_same_bits_whatever_the_batch_and_the_chunks(tmp_path: Path, name: str) -> None:
     driven = driven_on_gpu(tmp_path, name, torch.bfloat16)
     texts = [random_tokens(n + 1, seed=n) for n in (3, 29, 64)]
@@ -85,7 +90,9 @@ def test_a_block_has_the_same_bits_whatever_the_batch_and_the_chunks(tmp_path: P
         assert torch.equal(got, driven.draft([seqs[i]], [lens[i]], [roots[i]])[0])
 
 
-@pytest.mark.parametrize("name", [name for name, (_, b) in FORMS.items() if b.markov or b.free is not None])
+@pytest.mark.parametrize(
+    "name", [name for name, (_, b) in FORMS.items() if b.markov or b.candidates or b.free is not None]
+)
 def test_what_depends_on_the_path_gives_the_trained_biases(tmp_path: Path, name: str) -> None:
     driven = driven_on_gpu(tmp_path, name, torch.float16)
     b, path_head, there = driven.block, driven.head.path_head, driven.head.placement.device

@@ -10,10 +10,11 @@ import torch
 
 from specrs import _specrs as core
 from specrs.engine.config import BlockEngineConfig
+from specrs.engine.drafting.levels import LONGEST_BRANCH, drafted_levels
 from specrs.models.block_head import BlockHead
 from specrs.models.cuda import CudaDense
+from specrs.models.eagle3 import Eagle3Head
 from specrs.models.head import AnyHead
-from specrs.models.path_heads import MarkovHead
 from specrs.operands import BeamArrays, ListArrays
 
 Sizes = dict[str, tuple[str, int]]
@@ -35,10 +36,11 @@ class ListSelect:
     Args:
         head: the head whose logits they are.
         width: tokens of a list.
+        closed: True if no token has a chance but those that are listed.
     """
 
-    def __init__(self, head: AnyHead, width: int) -> None:
-        at, most = head.placement.device, MOST_BLOCK_ROWS
+    def __init__(self, head: AnyHead, width: int, closed: bool = False) -> None:
+        at, most, self.closed = head.placement.device, MOST_BLOCK_ROWS, closed
         self._dense, self._vocab = cast(CudaDense, head.dense), head.vocab_size
         self._shape = shape = core.TreeShape(width, 1, 2)
 
@@ -78,7 +80,9 @@ class ListSelect:
     def read(self, rows: int) -> Lists:
         """Return the lists of the first rows that `launch` selected from, once they are there."""
         found, width = self._found[:rows].cpu(), self._shape.topk  # waits for all that was launched
-        return found[:, :width].contiguous(), found[:, width:-1].view(torch.float32).contiguous(), found[:, -1]
+        scores = found[:, width:-1].view(torch.float32)
+        scores = scores.log_softmax(-1) if self.closed else scores.contiguous()
+        return found[:, :width].contiguous(), scores, found[:, -1]
 
     def arrays(self, rows: int) -> ListArrays:
         """Return the memory of the lists of the first rows."""
@@ -93,12 +97,17 @@ class BlockTrees:
 
     Attributes:
         select: selects the lists.
-        rows: rows of a block.
+        rows: rows of a block, or masked rows of a request.
         levels: levels of a tree.
         width: most children of a node.
         listed: tokens of a list.
         nodes: most nodes of a tree.
+        mask_token: the token of masked rows.
+        skipped: rows before the one that predicts the first level; -1 if no row does.
+        causal: True if a row attends to those before it alone.
         shape: of the beams; ``None`` if levels do not depend on the path.
+        logits: memory for the logits of all levels of a batch, and int32, the row of each request's first level: of a
+            P-EAGLE head, whose first level's and others' are of two passes. ``None`` of a head of blocks.
     """
 
     select: ListSelect
@@ -107,34 +116,60 @@ class BlockTrees:
     width: int
     listed: int
     nodes: int
-    shape: core.TreeShape | None
+    mask_token: int
+    skipped: int
+    causal: bool
+    shape: core.TreeShape | None = None
+    logits: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def of(
-        cls, head: BlockHead, config: BlockEngineConfig, geometry: core.Geometry, select: ListSelect, listed: int
-    ) -> BlockTrees | None:
+        cls, head: BlockHead | Eagle3Head, config: BlockEngineConfig, geometry: core.Geometry, select: ListSelect,
+        listed: int,
+    ) -> BlockTrees | None:  # fmt: skip
         """Return those of an engine; ``None`` if the host makes its trees.
 
         It does if levels depend on more of the path than the token before, if a round has more blocks than one pass
-        takes, if sizes are beyond those of the kernels, and if it merges trees of a fixed shape with other sources.
+        takes, if sizes are beyond those of the kernels, and if it merges trees of a fixed shape with other sources. Beams
+        are not held to a spine, so that they have no more levels than exact attention takes on a branch.
         """
-        rows, levels = head.config.block_size, min(config.levels, config.head_shape.steps)
-        width, most = min(config.width, head.vocab_size), geometry.shape.draft_tokens
-        fits = config.max_batch * max(rows, levels) <= MOST_BLOCK_ROWS and most <= _MOST_NODES
-        if not fits or config.backend.format != "native" or (config.sources and not config.adaptive):
+        levels, most = min(config.levels, config.head_shape.steps), geometry.shape.draft_tokens
+        rows = head.config.block_size if isinstance(head, BlockHead) else levels - 1
+        width, requests = min(config.width, head.vocab_size), config.max_batch
+        fits = 0 < requests * max(rows, levels) <= MOST_BLOCK_ROWS and most <= _MOST_NODES
+        if not rows or not fits or config.backend.format != "native" or (config.sources and not config.adaptive):
             return None
+        if not isinstance(head, BlockHead):
+            at, mask = head.placement, head.mask_token
+            logits = at.for_logits().empty(requests * levels, head.vocab_size)
+            firsts = torch.arange(0, requests * levels, levels, dtype=torch.int32, device=at.device)
+            return cls(select, rows, levels, width, listed, config.nodes, mask, -1, True, logits=(logits, firsts))
         shape = None
         if head.path_head is not None:
+            pairs = head.path_head.pairs
             if not (
-                isinstance(head.path_head, MarkovHead)
-                and head.path_head.pairs
-                and head.config.markov_rank % _VECTOR == 0
+                pairs is not None
+                and pairs.rank % _VECTOR == 0
                 and listed <= _MOST_LISTED
+                and levels <= LONGEST_BRANCH
                 and most - 1 <= _candidates(width, levels) <= _MOST_CANDIDATES
             ):
                 return None
             shape = core.TreeShape(width, levels, most)
-        return cls(select, rows, levels, width, listed, config.nodes, shape)
+        skipped, c = 0 if head.config.anchor else 1, head.config
+        return cls(select, rows, levels, width, listed, config.nodes, c.mask_token, skipped, c.causal, shape)
+
+    def levels_of(self, depths: Sequence[int], shape: core.TreeShape, fixed: bool) -> int:
+        """Return the levels of a round in which requests draft to these depths, which stand for the size of its trees.
+
+        Args:
+            shape: of the largest trees.
+            fixed: True if trees are as the user fixed them: they have all of their nodes.
+        """
+        most = max(depths, default=0)
+        if most:
+            most = self.nodes - 1 if fixed else min(most, self.nodes - 1)
+        return min(n for n in drafted_levels(shape, sized=True) if n >= most) if most else 0
 
     def regions(self, batch: int, most: int) -> Sizes:
         """Return the arrays of a bucket of ``batch`` requests.

@@ -132,7 +132,7 @@ class CudaExecutor(HostExecutor):
                 geometry, config, pool.num_pages, from_dlpack(self._table.tensor(dense.stream)), self._stream,
                 None if head is None else Activations(target, head, config, geometry),
                 FormatArrays(config, geometry, lists, cuda.index, dense.stream),
-                drafts.made if isinstance(drafts, CudaBlocks) else None,
+                drafts.made if isinstance(drafts, CudaBlocks | CudaMasks) else None,
             )  # fmt: skip
             self._prompts = prompt_passes(self._models, prompt_sizes(config))
             if isinstance(drafts, CudaBlocks):
@@ -156,11 +156,16 @@ class CudaExecutor(HostExecutor):
             return CudaMasks(self._roots, head, cache, self.planner, config, vocab_size)
         return CudaDrafts(self._roots, head, cache, self.planner, config, vocab_size)
 
+    @property
+    def _sized(self) -> bool:
+        """True if a number of levels stands for a size of trees (`drafted_levels`)."""
+        return isinstance(self._models.config, BlockEngineConfig)
+
     def policy(self, pages: Pages) -> TreePolicy:
         shape = self.planner.geometry.shape
         if self.drafts is None or self.drafts.visible:
             return self._policy_of_trees(shape, pages)
-        tried = sorted(drafted_levels(shape))
+        tried = sorted(drafted_levels(shape, self._sized))
         self._warm(tried, pages)
         measured: dict[int, dict[int, float]] = {}  # seconds of rounds, by batch and levels
         for b in {1, self._sizes[-1]}:
@@ -187,7 +192,7 @@ class CudaExecutor(HostExecutor):
     def _expecting(self, costs: Costs, shape: core.TreeShape) -> TreePolicy:
         head = None if self.drafts is None else self.drafts.head
         expected = UNKNOWN if head is None else head.acceptance
-        return TreePolicy(costs, [Kind.of(one, shape.steps) for one in expected])
+        return TreePolicy(costs, [Kind.of(one, shape.steps) for one in expected], sized=self._sized)
 
     def _policy_of_trees(self, shape: core.TreeShape, pages: Pages) -> TreePolicy:
         """Return a policy for an engine whose trees the host makes. Without a head only verification costs time; with

@@ -1,6 +1,6 @@
-"""Heads on a GPU that draft all levels in one pass. Where it can, a round makes their trees on the device
-(`BlockTrees`). Else, and where somebody looks on, the host makes them by the lists of the levels' likeliest tokens,
-which is all that is copied; a round then verifies them as it does trees of other sources.
+"""Heads on a GPU that draft all levels in one pass, or all behind the first. Where it can, a round makes their trees on
+the device (`BlockTrees`). Else, and where somebody looks on, the host makes them by the lists of the levels' likeliest
+tokens, which is all that is copied; a round then verifies them as it does trees of other sources.
 
 A head of blocks writes the draft KV of the accepted tokens in the launch that verified them, in rounds without drafts
 too. So it is never behind a request, and nothing has to be made again before a request drafts. A P-EAGLE head gives a
@@ -28,7 +28,6 @@ from specrs.engine.devices.host_blocks import Blocks, HostBlocks, heats_of
 from specrs.engine.devices.launched import AskedRound, BlockRoot, DeviceRoot, LaunchedRound
 from specrs.engine.devices.memory import Models, Roots, buckets
 from specrs.engine.devices.prompt_pass import PassInputs
-from specrs.engine.drafting.levels import drafted_levels
 from specrs.engine.drafting.trees import Drafted
 from specrs.engine.request.batch import Batch
 from specrs.engine.request.request import Request
@@ -39,7 +38,6 @@ from specrs.models.eagle3 import Eagle3Head
 from specrs.models.features import gather
 from specrs.models.head import AnyHead
 from specrs.models.ops import KvMemory
-from specrs.models.path_heads import MarkovHead
 
 
 class BlockPass:
@@ -127,8 +125,10 @@ class CudaBlocks(HostBlocks):
 
     def __init__(self, head: BlockHead, cache: KvMemory, planner: core.Planner, config: EngineConfig) -> None:
         super().__init__(head, cache, planner, config)
-        self._dense, self._listed = cast(CudaDense, head.dense), min(self._listed, head.vocab_size)
-        self._select, self._most_rows = ListSelect(head, self._listed), config.prefill_chunk
+        self._dense, selector = cast(CudaDense, head.dense), head.config.selector
+        self._listed = min(self._listed, head.vocab_size) if selector is None else selector.candidates
+        self._select = ListSelect(head, self._listed, closed=selector is not None)
+        self._most_rows = config.prefill_chunk
         assert isinstance(config, BlockEngineConfig)
         self.made = BlockTrees.of(head, config, planner.geometry, self._select, self._listed)
         self.visible, self._fixed = self.made is None, not config.adaptive
@@ -172,11 +172,7 @@ class CudaBlocks(HostBlocks):
             return super().draft(batch, depths, deepen)
         each = zip(batch, batch.lens, depths, strict=True)
         able = [depth if r.head.root and length < self._wall else 0 for r, length, depth in each]
-        most = max(able, default=0)
-        if most:  # levels stand for sizes of trees; those of fixed trees have all of their nodes
-            most = self._nodes - 1 if self._fixed else min(most, self._nodes - 1)
-        levels = min(n for n in drafted_levels(self._planner.geometry.shape) if n >= most) if most else 0
-        return AskedRound(able, levels)
+        return AskedRound(able, self.made.levels_of(able, self._planner.geometry.shape, self._fixed))
 
     def lists(self, blocks: Blocks) -> core.DraftLists:
         found, hidden = list[Lists](), list[torch.Tensor]()
@@ -198,7 +194,7 @@ class CudaBlocks(HostBlocks):
 
     def _walk(self, lists: core.DraftLists, blocks: Blocks, hidden: torch.Tensor) -> None:
         path_head, levels = self.head.path_head, blocks.levels
-        if not isinstance(path_head, MarkovHead) or not path_head.pairs:
+        if path_head is None or path_head.pairs is None:
             super()._walk(lists, blocks, hidden)
             return
         some = lists.begin(blocks.roots, self._width)
@@ -209,7 +205,8 @@ class CudaBlocks(HostBlocks):
         tokens = ids if self.head.d2t is None else self.head.target_ids[ids]
         before, drafting = tokens.roll(1, 0), torch.tensor(levels) > 0
         before[starts[drafting]] = torch.tensor(blocks.roots)[drafting][:, None]
-        pairs = self._dense.host(path_head.of_pairs(before.to(hidden.device), ids.to(hidden.device)))
+        at = self.head.placement
+        pairs = self._dense.host(path_head.pairs.scores(at, before.to(at.device), hidden, ids.to(at.device)))
         heat = torch.tensor([blocks.heats[i] for i in some])[:, None, None]
         last, places = torch.tensor([levels[i] for i in some]) - 1, torch.arange(len(some))[:, None]
         for level in range(int(last.max()) + 1):
@@ -223,9 +220,11 @@ class CudaBlocks(HostBlocks):
 
 
 class CudaMasks(CudaDrafts):
-    """Runs the passes of a P-EAGLE head: those of EAGLE-3 give roots, one over masks all levels behind the first."""
+    """Runs the passes of a P-EAGLE head: those of EAGLE-3 give roots, one over masks all levels behind the first.
 
-    visible = True
+    Attributes:
+        made: as of `CudaBlocks`.
+    """
 
     def __init__(
         self, roots: Roots, head: Eagle3Head, cache: KvMemory, planner: core.Planner, config: BlockEngineConfig,
@@ -234,11 +233,17 @@ class CudaMasks(CudaDrafts):
         super().__init__(roots, head, cache, planner, config, vocab_size)
         self._width, self._nodes = min(config.width, head.vocab_size), config.nodes
         self._most_levels, self._wall = min(config.levels, config.head_shape.steps), planner.geometry.max_context_len
-        self._select = ListSelect(head, self._width)
+        self._select, self._fixed = ListSelect(head, self._width), not config.adaptive
         self._at_once = max(MOST_BLOCK_ROWS // max(config.levels - 1, 1), 1)
+        self.made = BlockTrees.of(head, config, planner.geometry, self._select, self._width)
+        self.visible = self.made is None
 
     def draft(self, batch: Batch, depths: Sequence[int], deepen: Deepen | None) -> Drafted:
         states = [r.head.root for r in batch]
+        if deepen is None and self.made is not None:
+            each = zip(states, depths, strict=True)
+            able = [depth if isinstance(root, DeviceRoot) else 0 for root, depth in each]
+            return AskedRound(able, self.made.levels_of(able, self._planner.geometry.shape, self._fixed))
         levels = [
             self.sizes(depth, self._wall - length)[1] if isinstance(root, DeviceRoot) else 0
             for root, depth, length in zip(states, depths, batch.lens, strict=True)
@@ -249,6 +254,9 @@ class CudaMasks(CudaDrafts):
         starts = [root.start if isinstance(root, DeviceRoot) else 0 for root in states]
         faults = [(error, starts[error.request]) for error in lists.faults]
         return HostDrafted(lists.trees(roots, self._nodes), max(levels, default=0), faults)
+
+    def unite(self, drafted: Drafted, trees: core.TreeBatch) -> None:
+        return None  # the better trees of the two are verified
 
     def sizes(self, depth: int, room: int) -> tuple[int, int]:
         """Return the row of `Roots` of no request, and the levels to draft, of which ``depth`` are of use, where there

@@ -104,7 +104,7 @@ class CudaDrafts(HostDrafts):
         ]
         deepest = max(able, default=0)
         # Round up to levels that graphs are made for. Each seat knows its own depth.
-        levels = min(n for n in drafted_levels(self._geometry.shape) if n >= deepest) if deepest else 0
+        levels = min(n for n in drafted_levels(self._geometry.shape, sized=False) if n >= deepest) if deepest else 0
         return AskedRound(able, levels)
 
     def unite(self, drafted: Drafted, trees: core.TreeBatch) -> Drafted | None:

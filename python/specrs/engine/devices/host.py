@@ -54,6 +54,9 @@ class HostVerified(ScoredPass):
     def of(self, batch: Batch, rows: Sequence[int]) -> HostVerified:
         return self
 
+    def wait(self) -> None:
+        pass
+
     def following(self, goes_on: bool) -> None:
         return None
 

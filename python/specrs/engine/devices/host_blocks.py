@@ -98,6 +98,9 @@ class HostBlocks(KeptInputs):
         """Run blocks, and return the lists of their levels."""
         plan, tokens, wanted = self._plan_blocks(blocks)
         logits, hidden = self.head.draft(torch.tensor(tokens), plan, self.cache, torch.tensor(wanted))
+        if (selector := self.head.config.selector) is not None:
+            least = logits.topk(selector.candidates).values[:, -1:]
+            logits.masked_fill_(logits < least, -math.inf)
         lists = lists_of(self.head, self.head.dense.host(logits), blocks.levels, blocks.heats, self._listed)
         self._walk(lists, blocks, hidden)
         return lists

@@ -98,6 +98,9 @@ class LaunchedRound:
             return replace(self, batch=batch)
         return replace(self, batch=batch, seats=[self.seats[row] for row in rows], host_trees=None)
 
+    def wait(self) -> None:
+        self.bucket.collect(self.number)
+
     @property
     def ahead(self) -> int:
         if self.variant.loop:

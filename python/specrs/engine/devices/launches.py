@@ -64,8 +64,8 @@ class Launches:
     """The launches of a bucket's rounds.
 
     Attributes:
-        root_logits: the head's logits with which the last round's drafts began, a row for each seat; ``None`` of a head
-            of blocks.
+        root_logits: the head's logits with which the last round's draft steps began, a row for each seat; ``None`` of
+            a head that drafts all levels in one pass.
     """
 
     def __init__(self, models: Models, memory: BucketMemory, given: Given) -> None:
@@ -154,7 +154,7 @@ class Launches:
         nodes = {levels: b * most_nodes(shape, levels) for levels in range(shape.steps + 1)}
         self._features = {levels: FeatureRows(aux, act.features[:, :n]) for levels, n in nodes.items()}
         self._path_features = act.path_features[:, : b * max(self._memory.paths.values())]
-        if act.roots is None:
+        if act.roots is None or self._blocks is not None:
             return
         self.root_logits, self._root_hidden = act.roots.logits[:b], act.roots.hidden[:b]
         self._step_hidden = act.roots.step_hidden[: b * shape.topk]

@@ -116,7 +116,7 @@ class Models:
         stream: the stream of all work.
         activations: arrays that pass values between the models; ``None`` without a head.
         format: the arrays of the attention backend's format.
-        blocks: the trees of a head of blocks that rounds make; ``None`` if they make none.
+        blocks: the trees of a head of blocks, or of a P-EAGLE head, that rounds make; ``None`` if they make none.
     """
 
     dense: CudaDense

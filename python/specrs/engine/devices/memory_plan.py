@@ -32,7 +32,7 @@ from specrs.models.block_config import BlockConfig
 from specrs.models.config import LayerConfig, ModelConfig
 from specrs.models.cuda import PassSizes
 from specrs.models.cuda_attention import CudaAttention, EngineSizes, kernels_of
-from specrs.models.head_config import HeadConfig
+from specrs.models.head_config import Eagle3Config, HeadConfig
 from specrs.models.layer import LayerTail, WholeNormQkv
 from specrs.models.llama import ROPE_SLACK, LlamaModel
 from specrs.models.ops import Ops
@@ -133,29 +133,33 @@ def head_elements(head: Head, rows: int, step_rows: int) -> int:
     if isinstance(h, BlockConfig):
         tail = h.hidden_size + h.q_size + h.intermediate_size
         block = 2 * tail + 3 * h.hidden_size + h.qkv_size
+        block += 0 if h.conv is None else 2 * h.hidden_size + h.conv_factors
+        block += 0 if h.selector is None else h.selector.rank
         return 2 * (h.hidden_size + h.kv_size * h.num_layers) * rows + block * step_rows
     layer = 4 * h.hidden_size + 2 * h.qkv_size + h.q_size + h.intermediate_size
     normed = any(name.startswith(("input_norm.", "fc_norm.")) for name in head.shapes)
     features = h.aux_size if normed else 0
     writing = layer + 2 * h.kv_size if h.num_layers > 1 else 4 * h.hidden_size + 4 * h.kv_size
     tail = 4 * h.hidden_size + h.q_size + h.intermediate_size
-    return (layer + writing + 2 * features + tail) * rows + (layer + h.hidden_size) * step_rows
+    masked = h.hidden_size if isinstance(h, Eagle3Config) and h.levels else 0
+    return (layer + writing + 2 * features + tail) * rows + (layer + h.hidden_size + masked) * step_rows
 
 
 def _prefix_bytes(config: BlockEngineConfig, head: BlockConfig) -> int:
     """Return the bytes that scoring tokens behind prefixes takes, for all requests of a batch together."""
-    if head.gru is None and head.markov is None:
+    if head.gru is None and not head.pair_rank:
         return 0
     prefixes = config.max_batch * config.width
-    inner = head.markov_rank if head.gru is None else head.gru.inner
-    states = 4 * (head.hidden_size + 4 * (head.markov_rank if head.gru is None else head.gru.state))
+    inner = head.pair_rank if head.gru is None else head.gru.inner
+    states = 4 * (head.hidden_size + 4 * (head.pair_rank if head.gru is None else head.gru.state))
     # The products of all prefixes and tokens before their sum, twice: as factors and as products.
     return 4 * prefixes * (2 * max(CANDIDATES, config.width) * inner + states)
 
 
-def _tree_bytes(config: BlockEngineConfig, head: BlockConfig, most: int) -> int:
+def _tree_bytes(config: BlockEngineConfig, head: HeadConfig, most: int) -> int:
     """Return the bytes of the arrays with which rounds make trees of up to ``most`` nodes."""
-    levels, beams = min(config.levels, config.head_shape.steps), None if head.markov is None else config.width
+    levels, pairs = min(config.levels, config.head_shape.steps), isinstance(head, BlockConfig) and head.pair_rank
+    beams = config.width if pairs else None
     each = (tree_regions(b, config.rows, levels, most, beams) for b in buckets(config.max_batch))
     return sum(core._DeviceArena.count([(name, kind, [n]) for name, (kind, n) in one.items()]) for one in each)
 
@@ -245,8 +249,9 @@ class Engine:
         if head is not None:
             units += [head_elements(head, rows, _up(step_rows(c, g), 16)), head.config.aux_size * rows]
         yield "activations", sum(units) * half
-        if head is not None and isinstance(head.config, BlockConfig) and isinstance(c, BlockEngineConfig):
-            yield "prefixes of blocks", _prefix_bytes(c, head.config)
+        if head is not None and isinstance(c, BlockEngineConfig):
+            if isinstance(head.config, BlockConfig):
+                yield "prefixes of blocks", _prefix_bytes(c, head.config)
             yield "trees of blocks", _tree_bytes(c, head.config, shape.draft_tokens)
         most = max(max(layer.hidden_size, 2 * layer.intermediate_size) for layer, _ in self.layers)
         inner = max(max(layer.hidden_size, layer.intermediate_size) for layer, _ in self.layers)
@@ -263,6 +268,8 @@ class Engine:
             rows = _up(step_rows(c, g), 16) + 3 * _up(b, 16) + 2 * _CALIBRATED + b
             if isinstance(c, BlockEngineConfig):  # copies of the roots of a pass
                 rows += min(b, MOST_BLOCK_ROWS)
+            if isinstance(c, BlockEngineConfig) and not isinstance(head.config, BlockConfig):  # and all levels together
+                rows += MOST_BLOCK_ROWS
             logits += head.config.draft_vocab_size * rows
         yield "logits", logits * wide
         if head is not None:
@@ -274,16 +281,17 @@ class Engine:
             yield "features", (waits + rounds) * head.config.aux_size * half
         if c.graphs != "off":
             # Plain rounds, rounds of each depth, and passes that begin drafts.
-            levels = 2 + len(drafted_levels(shape)) if head is not None else 1
+            blocks = isinstance(c, BlockEngineConfig)
+            drafted = len(drafted_levels(shape, sized=blocks))
+            levels = 2 + drafted if head is not None else 1
             each = 2 if c.graphs == "loop" else 1  # a round alone, and in a loop
             given = 0  # rounds with host trees, which never loop: the host makes the next trees
             if hosts_trees(c):
                 room = {levels_for(shape, n) for n in tiers(shape.draft_tokens)}
-                unites = head is not None and can_unite(shape) and not isinstance(c, BlockEngineConfig)
-                both = len(drafted_levels(shape)) if unites else 0
+                both = drafted if head is not None and can_unite(shape) and not blocks else 0
                 given = len(room) * (1 + both)
             graphs = len(buckets(b)) * 2 * (levels * each + given)  # greedy, and sampled
-            if isinstance(c, BlockEngineConfig):
+            if blocks:
                 graphs += 2 * len(buckets(step_rows(c, g)))  # passes that draft all levels
             yield "captured rounds and passes over prompts", (graphs + len(prompt_sizes(c))) * _CAPTURED
         # The pool's table, that of a long prompt's pass, and those of captured passes over prompts.

@@ -76,11 +76,13 @@ class TreePolicy:
         costs: costs of passes and rounds.
         kinds: one for each kind of requests, by `by_temperature`.
         fixed: True if trees are as the user fixed them: every node is verified, of all that draft.
+        sized: as `drafted_levels` takes it.
     """
 
     costs: Costs
     kinds: list[Kind] = field(default_factory=lambda: [Kind() for _ in range(3)])
     fixed: bool = False
+    sized: bool = False
 
     @classmethod
     def of_fixed_trees(cls, depth: int) -> TreePolicy:

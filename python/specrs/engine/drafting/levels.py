@@ -11,7 +11,7 @@ from specrs._specrs import TreeShape
 from specrs.engine.drafting.chooser import Kind, TreePolicy
 from specrs.engine.drafting.costs import Costs, Pace, PassCost
 
-_MOST_UNITED, _LONGEST_BRANCH = 64, 8  # limits of `cuda/tree_unite.cu`, and `MergeLimits.off_spine`
+_MOST_UNITED, LONGEST_BRANCH = 64, 8  # limits of `cuda/tree_unite.cu`, and `MergeLimits.off_spine`
 
 
 def most_nodes(shape: TreeShape, levels: int) -> int:
@@ -38,7 +38,7 @@ def can_unite(shape: TreeShape) -> bool:
     The trees must not be larger than the device's kernel takes, and the head's branches not longer than exact attention
     takes beside a deeper path.
     """
-    return shape.draft_tokens <= _MOST_UNITED and shape.steps <= _LONGEST_BRANCH
+    return shape.draft_tokens <= _MOST_UNITED and shape.steps <= LONGEST_BRANCH
 
 
 def united_levels(shape: TreeShape, levels: int, nodes: int) -> int:
@@ -47,15 +47,14 @@ def united_levels(shape: TreeShape, levels: int, nodes: int) -> int:
     return max(levels, levels_for(shape, min(most_nodes(shape, levels) + nodes - 1, shape.draft_tokens)))
 
 
-def sizes_of_trees(shape: TreeShape) -> bool:
-    """Return whether numbers of levels stand for sizes of trees: of heads that draft all levels in one pass, whose
-    trees may have more nodes than levels."""
-    return shape.steps > _LONGEST_BRANCH
+def drafted_levels(shape: TreeShape, sized: bool) -> set[int]:
+    """Return the numbers of levels to draft: a graph is made for each, and numbers in between would differ little.
 
-
-def drafted_levels(shape: TreeShape) -> set[int]:
-    """Return the numbers of levels to draft: a graph is made for each, and numbers in between would differ little."""
-    if sizes_of_trees(shape):
+    Args:
+        sized: True if numbers of levels stand for sizes of trees: of heads that draft all levels in one pass, whose
+            trees may have more nodes than levels.
+    """
+    if sized:
         return {1, *(nodes - 1 for nodes in (8, 16, 32, 64) if nodes <= shape.steps), shape.steps}
     return {1, (shape.steps + 1) // 2, shape.steps}
 
@@ -116,7 +115,7 @@ def best_levels(
         deepest: the deepest level that any request can use.
     """
     choices, expected = list[tuple[float, int]](), float(batch)
-    reached, tried = [1.0] * len(kinds), drafted_levels(shape)
+    reached, tried = [1.0] * len(kinds), drafted_levels(shape, policy.sized)
     for levels in range(1, shape.steps + 1):
         reached = [p * kind.levels[levels - 1] for p, kind in zip(reached, kinds, strict=True)]
         expected += sum(reached)
@@ -126,6 +125,6 @@ def best_levels(
         if levels > 1 and policy.lost(batch, len(kinds), seconds) > left:
             break
         choices.append((expected / seconds, levels))
-        if levels >= deepest and not sizes_of_trees(shape):
+        if levels >= deepest and not policy.sized:
             break
     return max(choices)[1]  # of equal ones, the deepest

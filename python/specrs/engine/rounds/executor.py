@@ -61,6 +61,9 @@ class Verified(Pass, VerifiedTrees, Protocol):
     def of(self, batch: Batch, rows: Sequence[int]) -> Verified:
         """Return the results for ``rows`` of the round's batch. The requests of these rows are now ``batch``."""
 
+    def wait(self) -> None:
+        """Wait for the round. What the device noticed in it is raised here, if nothing has read a result before."""
+
     # For `Executor.launch`.
 
     @property

@@ -264,6 +264,7 @@ class Runner:
         plan, verified = flight.rounds.popleft()
         verified = verified.of(batch, rows)
         if not rows:
+            verified.wait()  # else the next batch would be told of what the device noticed in this round
             if not flight.rounds:
                 flight.lease.commit(flight.lens)
                 self._flight = None
