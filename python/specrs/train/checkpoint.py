@@ -77,7 +77,7 @@ class Checkpoint:
         Raises:
             CheckpointError: there is no room, or another fault of the file system.
         """
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()  # raises what kernels of the training did wrong, which is no fault of the disk
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -130,8 +130,8 @@ class BlockTrees:
         """Return those of an engine; ``None`` if the host makes its trees.
 
         It does if levels depend on more of the path than the token before, if a round has more blocks than one pass
-        takes, if sizes are beyond those of the kernels, and if it merges trees of a fixed shape with other sources. Beams
-        are not held to a spine, so that they have no more levels than exact attention takes on a branch.
+        takes, if sizes are beyond those of the kernels, and if it merges trees of a fixed shape with other sources.
+        Beams are not held to a spine, so that they have no more levels than exact attention takes on a branch.
         """
         levels, most = min(config.levels, config.head_shape.steps), geometry.shape.draft_tokens
         rows = head.config.block_size if isinstance(head, BlockHead) else levels - 1
