@@ -56,7 +56,7 @@ FORMS: dict[str, tuple[str, Block | Sizes]] = {
     ),
 }  # fmt: skip
 TREES = {
-    "DFlash": (8, 15, 32), "JetSpec": (8, 15, 32), "DSpark": (8, 7, 32), "DFlash2": (8, 15, 32), "P-EAGLE": (8, 8, 32),
+    "DFlash": (8, 15, 32), "JetSpec": (8, 15, 32), "DSpark": (8, 7, 32), "DFlash2": (8, 8, 32), "P-EAGLE": (8, 8, 32),
 }  # fmt: skip
 
 
