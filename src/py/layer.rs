@@ -79,7 +79,7 @@ impl LayerTail {
         let live = cache.to_write(py)?;
         let (lender, span) = cache.beside();
         let call = Call::on_host().writing(lender.as_slice(), &span);
-        let apart = (!residual.is(out)).then_some(residual);
+        let apart = (!residual.is(out) || rows.is_some()).then_some(residual);
         let maybe = [("residual", apart), ("rows", rows)];
         let ([qkv], [residual, rows], [mut out]) = call.take([("qkv", qkv)], maybe, [("out", out)])?;
         let (queries, h) = (plan.plan.queries(), tail.o.n());

@@ -173,5 +173,6 @@ def world(clock: Clock, sources: Sequence[Any], rows: dict[int, float], tiers: S
     target, known = (PassCost(list(rows), list(rows.values())) for _ in range(2))
     gathering = Gathering(Sources(tuple(map(Source.of, sources)), VOCAB), 16, 15, tiers)
     drafting = Drafting(TreeShape(1, 8, 9), 1, False, gathering, tiers is not None, clock=clock.seconds)
+    drafting.waiting = clock.seconds
     drafting.price(TreePolicy(Costs(known)))
     return World(clock, drafting, gathering, target)

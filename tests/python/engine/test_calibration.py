@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import count
 from types import SimpleNamespace
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 import specrs.engine.devices.calibration as calibration
+import specrs.engine.devices.host as host
 from modelzoo import Pair
-from specrs import LLM
+from specrs import LLM, SamplingParams
 from specrs.models.eagle3 import Eagle3Head
 from specrs.models.llama import LlamaModel
 
@@ -25,7 +27,7 @@ PRICES: dict[str, Callable[[int], float]] = {
 def test_a_slow_spell_changes_no_ratio(bytes_pair: Pair, spell: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For so many passes everything takes five times as long; then for as many it does not."""
     clock, passes = SimpleNamespace(now=0.0), count()
-    monkeypatch.setattr(calibration, "time", SimpleNamespace(thread_time=lambda: clock.now))
+    monkeypatch.setattr(host, "thread_clock", lambda: lambda: clock.now)
 
     def priced(owner: Any, name: str, price: Callable[[int], float]) -> None:
         run = getattr(owner, name)
@@ -47,3 +49,22 @@ def test_a_slow_spell_changes_no_ratio(bytes_pair: Pair, spell: int, monkeypatch
         for rows in (1, 2, 4, 8):
             assert costs.target.at(rows) / one == pytest.approx(PRICES["target"](rows), rel=0.01)
             assert costs.draft_step.at(rows) / one == pytest.approx(PRICES["step"](rows), rel=0.01)
+
+
+def test_a_thread_clock_of_coarse_ticks_gives_way_to_the_walls(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert calibration.thread_clock() is time.thread_time
+    tick = SimpleNamespace(perf_counter=time.perf_counter, thread_time=lambda: time.perf_counter() // 10 * 10)
+    monkeypatch.setattr(calibration, "time", tick)
+    assert calibration.thread_clock() is time.perf_counter
+
+
+@pytest.mark.parametrize("seconds", [lambda: 0.0, count(0, -1).__next__])
+def test_a_clock_that_stands_still_or_runs_backwards_changes_no_token(
+    seconds: Callable[[], float], bytes_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    with LLM(bytes_pair.target, max_batch=2, speculative=False) as plain:
+        want = [out.token_ids for out in plain.generate([[1, 2, 3], [4, 5]], params)]
+    monkeypatch.setattr(host, "thread_clock", lambda: seconds)
+    with LLM(bytes_pair.target, bytes_pair.draft, max_batch=2) as llm:
+        assert [out.token_ids for out in llm.generate([[1, 2, 3], [4, 5]], params)] == want

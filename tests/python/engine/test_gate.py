@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -340,3 +341,70 @@ def test_features_are_kept_only_while_drafts_may_soon_be_paid(pair: Pair, page_s
     assert 100 - TAIL - page_size - 2 < cold < 100, "it was empty for so many tokens"
     assert back and back >= cold, "the head has read what came behind these"
     llm.audit()
+
+
+def test_a_request_that_warms_up_disturbs_none_that_drafts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head begins behind the end of the one, by less than a page, while it drafts several levels for the other."""
+    params = SamplingParams(max_tokens=80, ignore_eos=True)
+    plain = LLM(pair.target, speculative=False).generate([PROMPT, PROMPT[:5]], params)
+    llm = LLM(pair.target, pair.draft, page_size=64, max_context_len=512, max_batch=2)
+    monkeypatch.setattr(TreePolicy, "deepen", lambda *_: True)
+    drafting = llm._runner.drafting
+    for prompt in (PROMPT, PROMPT[:5]):
+        llm.add(prompt, params)
+    outputs, emptied, ahead = [], False, 0
+    while llm.unfinished:
+        outputs += [event.output for event in llm.step() if event.output is not None]
+        if len(running := llm._scheduler._admitted) == 2:
+            drafts, waits = (drafting.account(r) for r in running)
+            drafts.request.left, drafts.engine.left = 16.0, 1e9
+            if not emptied:
+                waits.request.left, emptied = -RATE * (TAIL + 64 + 5), True  # what it earns by so many tokens, and five
+            ahead += running[1].head.warm and running[1].head.first > running[1].committed
+    assert ahead, "the head was to begin behind the end"
+    by_prompt = sorted(outputs, key=lambda out: out.request_id)
+    assert [out.token_ids for out in by_prompt] == [out.token_ids for out in plain]
+
+
+def test_a_cool_request_that_is_read_again_is_followed(pair: Pair) -> None:
+    """Preempted while its bucket was empty, and admitted when it can pay: its features are kept from then on."""
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    [want] = LLM(pair.target, speculative=False).generate([PROMPT], params)
+    llm = LLM(pair.target, pair.draft, max_context_len=512)
+    llm.add(PROMPT, params)
+    events = [event for _ in range(12) for event in llm.step()]
+    [r] = llm._scheduler._admitted
+    account = llm._runner.drafting.account(r)
+    account.request.left = -16.0
+    events += llm.step()
+    assert not r.head.warm
+    llm._scheduler._preempt(r)
+    account.request.left = account.engine.left = 16.0
+    while llm.unfinished:
+        events += llm.step()
+    assert r.head.followed and events[-1].output is not None and events[-1].output.token_ids == want.token_ids
+
+
+def test_a_drafter_that_waits_for_others_is_charged_for_the_wait(pair: Pair) -> None:
+    class Waits:
+        name, depth, asked = "waits", 4, 0
+
+        def begin(self, request: Any) -> Any:
+            return self
+
+        def extend(self, tokens: Sequence[int]) -> None: ...
+
+        def propose(self, nodes: int, depth: int) -> Proposal:
+            self.asked += 1
+            time.sleep(0.02)
+            return Proposal([], [], [])
+
+        def bytes(self) -> int:
+            return 0
+
+        def close(self) -> None: ...
+
+    drafter = Waits()
+    llm = LLM(pair.target, drafters=[drafter])
+    llm.generate([PROMPT], SamplingParams(max_tokens=60, ignore_eos=True))
+    assert 1 <= drafter.asked <= 3

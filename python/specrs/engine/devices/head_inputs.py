@@ -11,7 +11,6 @@ import torch
 from specrs import _specrs as core
 from specrs.engine.drafting.trees import Drafted
 from specrs.engine.request.batch import Batch
-from specrs.engine.request.head_state import HeadState
 from specrs.engine.request.request import Request
 from specrs.engine.rounds.executor import Pass
 from specrs.models.features import FeatureRows, Features, KeptFeatures, gather
@@ -108,12 +107,12 @@ class KeptInputs:
     def _plan(self, entries: Sequence[Entries]) -> core.Plan:
         """Plan a pass of the head over entries."""
         requests, starts, counts = [e.request for e in entries], [e.start for e in entries], [e.count for e in entries]
-        return begun(self._planner.extend([r.seq for r in requests], starts, counts), (r.head for r in requests))
+        return begun(self._planner.extend([r.seq for r in requests], starts, counts), (r.head.first for r in requests))
 
 
-def begun(plan: core.Plan, states: Iterable[HeadState]) -> core.Plan:
-    """Return the head's plan, changed so that it reads no draft KV from before each request's `HeadState.first`."""
-    starts = [state.first for state in states]
+def begun(plan: core.Plan, firsts: Iterable[int]) -> core.Plan:
+    """Return the head's plan, changed so that it reads no draft KV from before each request's first position."""
+    starts = list(firsts)
     return plan.attending_from(starts) if any(starts) else plan
 
 

@@ -6,7 +6,6 @@ the host, and the host decides by them.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch.utils.dlpack import from_dlpack
 
 from specrs import _specrs as core
 from specrs.engine.config import BlockEngineConfig, EngineConfig
-from specrs.engine.devices.calibration import calibrated
+from specrs.engine.devices.calibration import calibrated, thread_clock
 from specrs.engine.devices.head_inputs import Entries, HostDrafted, KeptInputs, ScoredPass, begun, non_finite
 from specrs.engine.devices.host_blocks import HostBlocks, HostMasks
 from specrs.engine.drafting.chooser import TAIL, TreePolicy
@@ -85,10 +84,10 @@ class HostExecutor:
         drafts: the head's passes; ``None`` without a head.
         launched: as `Executor.launched`.
         ahead: as `Executor.ahead`.
+        clock: as `Executor.clock`.
     """
 
     launched = ahead = False
-    clock = staticmethod(time.thread_time)
 
     def __init__(
         self,
@@ -98,7 +97,7 @@ class HostExecutor:
         geometry: core.Geometry,
         pool: core.Pool,
     ) -> None:
-        self.target = target
+        self.target, self.clock = target, thread_clock()
         assert config.kv_dtype is not None
         capabilities, dtype = target.ops.attention.capabilities, getattr(torch, config.kv_dtype)
         self.planner = core.Planner(geometry, pool, format=capabilities.format, mask=capabilities.mask)
@@ -126,7 +125,7 @@ class HostExecutor:
 
     def policy(self, pages: Pages) -> TreePolicy:
         head = None if self.drafts is None else (self.drafts.head, self.drafts.cache)
-        return calibrated(self.target, self.cache, head, self.planner, pages)
+        return calibrated(self.target, self.cache, head, self.planner, pages, self.clock)
 
     def copy(self, moves: core.Moves) -> None:
         move = self.target.ops.dense.kv_move
@@ -257,9 +256,11 @@ class HostDrafts(KeptInputs):
             self.head.dense.kv_move(self.cache, self._planner.tail_copies(batch.seqs, batch.lens))
         deepest = min(self._levels, max(depths))
         levels = min(1, deepest)
+        # The head may begin behind the end of a request that it does not draft for.
+        firsts = [r.head.first if depth else 0 for r, depth in zip(batch, depths, strict=True)]
         while levels < deepest and (deepen is None or deepen(beams, depths, levels)):
             plan = self._planner.draft(batch.seqs, batch.lens, levels - 1, beams, self._mode)
-            plan = begun(plan, (r.head for r in batch))
+            plan = begun(plan, firsts)
             tokens = from_dlpack(beams.tokens)
             # With one beam per request, each beam continues itself.
             inputs = hidden if shape.topk == 1 else hidden.index_select(0, from_dlpack(beams.parents).to(hidden.device))

@@ -174,7 +174,7 @@ class HostMasks(KeptInputs):
         some = [i for i, count in enumerate(levels) if count > 1]
         requests, counts = [batch.requests[i] for i in some], [levels[i] - 1 for i in some]
         plan = self._planner.extend([r.seq for r in requests], [batch.lens[i] for i in some], counts)
-        masked = self.head.dense.host(self.head.masked(begun(plan, (r.head for r in requests)), self.cache))
+        masked = self.head.dense.host(self.head.masked(begun(plan, (r.head.first for r in requests)), self.cache))
         behind = dict(zip(some, torch.split(masked, counts), strict=True))
         parts = [masked[:0]]
         for i, (root, count) in enumerate(zip(roots, levels, strict=True)):

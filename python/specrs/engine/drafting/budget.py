@@ -3,9 +3,9 @@
 Both buckets hold the number of plain rounds that may still be lost to drafts. Each token of a round adds a little, and
 a round that wins adds the rounds that it won, up to `CAP`. All work that is done for drafts is paid from both buckets,
 but on a device the pass behind a prompt from the engine's alone, so that a request keeps all that it has for its first
-rounds. A request drafts as long as both buckets hold anything. So it drafts from its first round on, and stops within a
-few rounds if its drafts lose. If one request of a kind after another loses, the engine's bucket becomes empty, and later
-requests hardly try. If they win, a request goes on drafting even while its own drafts lose for a while.
+rounds. A request drafts as long as both buckets hold anything. So it drafts from its first round on, and stops within
+a few rounds if its drafts lose. If one request of a kind after another loses, the engine's bucket becomes empty, and
+later requests hardly try. If they win, a request goes on drafting even while its own drafts lose for a while.
 
 A request loses at most what its bucket held at first, `RATE` of its tokens, and its last round, which may cost more
 than is left; on a GPU, where rounds are launched behind others unread, its last two. An engine loses at most the same

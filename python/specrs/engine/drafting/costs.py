@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _STEP = 1.015  # factor of the pace at each round: the pace is a running median
+_FARTHEST = 1e3  # a clock that stands still does not take the pace to zero
+LEAST = 1e-9  # seconds that anything takes
 LEARN = 0.05  # weight of a round in a running mean
 
 
@@ -100,4 +102,5 @@ class Costs:
 
     def observe(self, seconds: float, expected: float) -> None:
         """Move the pace a step towards a round that took ``seconds`` where ``expected`` were."""
-        self.target.pace.factor *= _STEP if seconds > expected else 1 / _STEP
+        factor = self.target.pace.factor * (_STEP if seconds > expected else 1 / _STEP)
+        self.target.pace.factor = min(max(factor, 1 / _FARTHEST), _FARTHEST)

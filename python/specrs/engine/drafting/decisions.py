@@ -12,6 +12,7 @@ from dataclasses import replace
 from specrs._specrs import DraftBeams, TreeShape
 from specrs.engine.drafting.budget import RATE, REQUEST, Account
 from specrs.engine.drafting.chooser import TreePolicy
+from specrs.engine.drafting.costs import LEAST
 from specrs.engine.drafting.gathering import Gathering, HostTrees, Proposals
 from specrs.engine.drafting.levels import best_levels, can_unite, round_seconds
 from specrs.engine.drafting.plans import RoundOutcome, RoundPlan
@@ -31,8 +32,10 @@ class Drafting:
             before a round, by levels; else by the scores of the drafts.
         tail: positions that the head reads before its first draft; ``None`` if its attention reads all of a request.
         cools: True if features are kept only of requests that will soon be able to pay (`HeadState.warm`).
-        spent: seconds that the head of a host has run behind the last round, which belong to the next one.
+        spent: seconds that the head of a host has run behind the last round, which belong to the next one, and the
+            requests that it ran for.
         clock: the seconds that requests pay for, as of `Executor.clock`.
+        waiting: those by which they pay a drafter of the user's, which may wait for something else: the wall's.
     """
 
     def __init__(
@@ -40,7 +43,8 @@ class Drafting:
         tail: int | None = None, clock: Callable[[], float] = time.thread_time,
     ) -> None:  # fmt: skip
         self.gathering, self.has_head, self.launched, self.tail = gathering, has_head, launched, tail
-        self.clock, self.cools, self.spent = clock, False, 0.0
+        self.clock, self.waiting, self.cools = clock, time.perf_counter, False
+        self.spent: tuple[float, Sequence[Request]] = (0.0, ())
         self._shape, self._page = shape, page
         self._accounts: dict[int, Account] = {}  # by request, from its first admission to its end
         self.price(TreePolicy.of_fixed_trees(shape.steps))
@@ -143,8 +147,9 @@ class Drafting:
 
     def plan(self, batch: Batch) -> RoundPlan:
         """Decide which sources' drafts the next round of a batch verifies."""
-        spent, self.spent = self.spent, 0.0
-        ran = [r for r in batch if r.head.root is not None] if spent else []
+        (spent, ran), self.spent = self.spent, (0.0, ())
+        ran = [r for r in ran if r in batch.requests]
+        spent = spent if ran else 0.0
         proposals = self._ask(batch)
         if self.cools:
             self._warm(batch)
@@ -162,13 +167,18 @@ class Drafting:
         ``spare`` seconds, for which a device is busy."""
         if not self.gathering.asks:
             return None
-        started = self.clock()
+        clock = self._asking_clock
+        started = clock()
         able = [r for r in batch if r.params.speculative and self.pays(r, len(batch))]
         proposals = self.gathering.ask(batch, able)
         if proposals is not None:
-            proposals.trees = self.gathering.weighed(batch, proposals.said, self.clock() - started)
-        self._charge(able if self.gathering.sources.all else (), len(batch), self.clock() - started - spare)
+            proposals.trees = self.gathering.weighed(batch, proposals.said, clock() - started)
+        self._charge(able if self.gathering.sources.all else (), len(batch), clock() - started - spare)
         return proposals
+
+    @property
+    def _asking_clock(self) -> Callable[[], float]:
+        return self.waiting if self.gathering.sources.foreign else self.clock
 
     def catch_up(self, requests: Sequence[Request], size: int) -> None:
         """Let some requests of a batch of ``size`` pay for the pass of the head over the positions that it is behind
@@ -266,9 +276,10 @@ class Drafting:
         if not self.policy.fixed:
             self._learn(outcome)
         if plan.drafts or self.gathering.asks:  # this comes last, because a user's code may be interrupted
-            started = self.clock()
+            clock = self._asking_clock
+            started = clock()
             told = self.gathering.learn(passed, outcome.verified)
-            self._charge(told, len(passed), self.clock() - started)
+            self._charge(told, len(passed), clock() - started)
 
     def _learn(self, outcome: RoundOutcome) -> None:
         """Learn from the time that a round took, and book what its drafts have won or lost."""
@@ -305,7 +316,7 @@ class Drafting:
         No more than `REQUEST` plain rounds beyond those that were ``expected`` count, so that a stall decides little.
         """
         plain, seconds = self.policy.costs.plain(len(outcome.passed)), outcome.seconds
-        seconds = expected if seconds is None else min(seconds, expected + REQUEST * plain)
+        seconds = expected if seconds is None else max(min(seconds, expected + REQUEST * plain), LEAST)
         if outcome.plan.head is not None:
             self._observe_head(outcome, seconds)
         size, sizes = len(outcome.passed), outcome.sizes

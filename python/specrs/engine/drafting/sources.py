@@ -14,10 +14,21 @@ import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 
 from specrs._specrs import DraftProposal
-from specrs.drafters import Drafter, Drafting, DraftRequest, Drafts, Holding, Observing
+from specrs.drafters import (
+    CorpusDrafter,
+    Drafter,
+    Drafting,
+    DraftRequest,
+    Drafts,
+    Holding,
+    Observing,
+    RecyclingDrafter,
+    SuffixDrafter,
+)
 from specrs.engine.request.request import Request
 
 HEAD = "head"  # among `drafters`
@@ -49,6 +60,11 @@ class Source:
     def begin(self, request: DraftRequest) -> Drafting:
         """Begin a request, as `Drafter.begin` does."""
         return self.drafter.begin(request)
+
+    @property
+    def foreign(self) -> bool:
+        """True if the drafter is a user's own, which may wait for other threads or machines."""
+        return not isinstance(self.drafter, SuffixDrafter | RecyclingDrafter | CorpusDrafter)
 
     def bytes(self) -> int:
         """Return the bytes that the drafter shares between requests, as far as it says so."""
@@ -220,6 +236,11 @@ class Sources:
     vocab_size: int
     _told: dict[int, list[DraftSession]] = field(default_factory=dict)  # by request
     _faults: deque[str] = field(default_factory=deque)
+
+    @cached_property
+    def foreign(self) -> bool:
+        """True if any is a user's own."""
+        return any(source.foreign for source in self.all)
 
     def begun(self, request: Request) -> list[DraftSession]:
         """Return a request's draftings; none if it has not begun."""

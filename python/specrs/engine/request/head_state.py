@@ -45,7 +45,7 @@ class HeadState:
         self.shared = self._sound = shared
         self.end = committed if self.followed else shared
         self.first = self.end if self.end > shared else 0
-        self.root = self.features = None
+        self.warm, self.root, self.features = True, None, None
 
     def begin(self, position: int) -> None:
         """Let the head begin at a position, a multiple of the page size, if that is behind its draft KV."""

@@ -87,7 +87,7 @@ class DraftExecutor(Protocol):
     visible: bool
 
     def keep(self, batch: Batch, passed: Pass, rows: Sequence[Sequence[int]]) -> None:
-        """Keep of a pass what the head needs of the positions that each followed request has just committed.
+        """Keep of a pass what the head needs of the positions that each followed, warm request has just committed.
 
         That is the features, or the root if the device has already run the head over these positions.
 
@@ -98,7 +98,8 @@ class DraftExecutor(Protocol):
     def can_extend(self, request: Request) -> bool:
         """Return whether the head can run over all committed positions of a request that it is behind.
 
-        It cannot if features are missing: an interrupt came after the positions were committed, and before `keep`.
+        It cannot if features are missing: the request was cool, or an interrupt came after the positions were committed
+        and before `keep`.
         """
 
     def extend(self, requests: Sequence[Request]) -> Sequence[object]:

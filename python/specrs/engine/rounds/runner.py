@@ -278,7 +278,7 @@ class Runner:
         if self.head is not None and not flight.rounds:
             self.head.after_round(batch, [plan.head is not None and plan.head[row] for row in rows])
             if plan.head is not None and not self.drafting.launched:
-                self.drafting.spent = self.drafting.clock() - flight.ended
+                self.drafting.spent = self.drafting.clock() - flight.ended, plan.drafting
         for o in flight.observers:
             o.ended()
         if began is None and not flight.ahead:
