@@ -411,7 +411,7 @@ class Device(HostExecutor):
         unsound = {error.request: error for error in beams.faults}
         self.told.unsound += len(unsound)
         for step in range(run.levels - 1):
-            plan = begun(self.planner.draft(seqs, lens, step, beams, drafts._mode), run.seats)  # type: ignore[arg-type]
+            plan = begun(self.planner.draft(seqs, lens, step, beams, drafts._mode), (seat.first for seat in run.seats))
             inputs = hidden if shape.topk == 1 else hidden.index_select(0, from_dlpack(beams.parents).to(torch.int64))
             logits, hidden = drafts._step(from_dlpack(beams.tokens), inputs, plan)
             beams.advance(logits)
@@ -461,7 +461,7 @@ class Device(HostExecutor):
         pieces = [Features(features, [by_seat[id(seat)] + node for node in path]) for seat, path, _ in each]
         counts = [len(path) for _, path, _ in each]
         plan = self.planner.extend([seat.seq for seat, _, _ in each], [seat.length for seat, _, _ in each], counts)
-        plan = begun(plan, [seat for seat, _, _ in each])  # type: ignore[misc]
+        plan = begun(plan, [seat.first for seat, _, _ in each])
         rows = torch.tensor([end - 1 for end in accumulate(counts)])
         logits, hidden = drafts._extend(tokens, gather(pieces), plan, rows)
         for i, (seat, _, _) in enumerate(each):
