@@ -100,7 +100,7 @@ def test_beginning_beyond_the_time_of_a_round_in_flight_empties_the_account(
     spare: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, one = Clock(), text(64)
-    source = Foretells(clock, [one], lambda coming, room: Proposal(), beginning=4.0)
+    source = Foretells(clock, [one], lambda coming, room: Proposal(), beginning=3.5)
     w = world(clock, [source], STEEP)
     w.drafting._ask(Batch([one]), spare)  # type: ignore[list-item]
     account = w.drafting.account(one)  # type: ignore[arg-type]
