@@ -1,6 +1,6 @@
 //! Decoder layers in one call: products, norms and attention one behind the other, as separate calls of
-//! [`linear`](super::linear) and [`rope`](super::rope) make them, to the same bits. A pass over one row spends as long on
-//! its calls as on its arithmetic where each of them comes from Python.
+//! [`linear`](super::linear) and [`rope`](super::rope) make them, to the same bits, so that Python is left and entered
+//! once.
 
 use std::sync::Arc;
 

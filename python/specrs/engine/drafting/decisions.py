@@ -123,12 +123,12 @@ class Drafting:
         rounds.
         """
         if not self.launched:
-            return self._charge(requests, len(requests), seconds)
+            self._charge(requests, len(requests), seconds)
+            return
         accounts, together = [self.account(r) for r in requests], len(requests)
         for r, account in zip(requests, accounts, strict=True):
             reads = (r.head.end - max(r.head.first, r.head.shared)) * together
             account.engine.pay(self.policy.entering(reads, len(self._accounts)) / together)
-        return None
 
     def _charge(self, payers: Sequence[Request], size: int, seconds: float) -> None:
         """Let requests pay together for ``seconds`` that a batch of ``size`` requests waits. Where trees are fixed,

@@ -153,7 +153,7 @@ class Executor(Protocol):
     @property
     def clock(self) -> Callable[[], float]:
         """The seconds that requests pay for: on the host those that the thread has worked, so that no neighbour counts;
-        on a device those that pass."""
+        on a device, and where the thread's clock is too coarse, those that pass."""
 
     @property
     def tail(self) -> int | None:
